@@ -27,7 +27,15 @@ import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
-from saf.database import HAS_SCHEMA, SCHEMA_REVISION, Meaning, meaning, parameters, require_schema
+from saf.database import (
+    HAS_SCHEMA,
+    SCHEMA_REVISION,
+    Meaning,
+    meaning,
+    parameters,
+    pinned,
+    require_schema,
+)
 from saf.database.dsn import unprepared
 from saf.errors import AutocommitError, ConfigurationError, RowsGone, UsageError
 
@@ -336,7 +344,7 @@ def _only_connection(session: Session) -> sa.Connection:
     transaction = session.get_transaction()
     if transaction is not None and not session.twophase:
         _watch_sessions()
-        for core, *_ in transaction._connections.values():
+        for core in pinned.connections_of(transaction):
             if core is not connection:
                 raise _two_connections(connection, core)
         _sent_on[transaction] = connection
@@ -412,11 +420,12 @@ def _transaction(conn: object) -> Transaction:
 
 def _of_django(conn: object) -> psycopg.Connection[Any] | None:
     """Return the psycopg connection beneath a Django connection; None if it is not Django's."""
+    from django.db import connections
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.utils.connection import ConnectionProxy
 
-    if isinstance(conn, ConnectionProxy):
-        conn = conn._connections[conn._alias]
+    if isinstance(conn, ConnectionProxy) and hasattr(conn, "alias"):
+        conn = connections[conn.alias]
     if not isinstance(conn, BaseDatabaseWrapper):
         return None
     if conn.vendor != "postgresql":

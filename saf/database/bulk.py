@@ -57,8 +57,8 @@ def connect(dsn: Dsn, role: str, what: str) -> Connection:
     with _answered(limits.answer, lambda: shut(sockets() - before)):
         database = _database(dsn.for_role(role))
         try:
-            handle = adbc_driver_manager.AdbcConnection(database._db)
-            connection = Connection(database, handle, limits, sockets() - before)
+            handle = adbc_driver_manager.AdbcConnection(database)
+            connection = Connection(handle, limits, sockets() - before)
         finally:
             _ready.append(database)
     try:
@@ -83,48 +83,57 @@ def _database(uri: str) -> Any:
     try:
         database = _ready.pop()
     except IndexError:
-        return adbc._SharedDatabase(adbc_driver_postgresql.connect(uri))
-    database._db.set_options(uri=uri)
+        return adbc_driver_postgresql.connect(uri)
+    database.set_options(uri=uri)
     return database
+
+
+class _Lasting:
+    """The database of a connection, for the driver: others use it after the connection's end."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class Connection(adbc.Connection):
     """An ADBC connection that is cut when its server sends nothing for too long."""
 
-    def __init__(self, database: Any, handle: Any, limits: Limits, descriptors: set[int]) -> None:
+    def __init__(self, handle: Any, limits: Limits, descriptors: set[int]) -> None:
         self.learnt: dict[str, Any] = {}
         """Facts about the database that users have learnt, for the connection's next user."""
         self._heard_at = time.monotonic()
         self._limits = limits
         self._descriptors = descriptors
+        self._alone = False
+        lasting: Any = _Lasting()
         with self.answered():
-            super().__init__(database, handle)
+            super().__init__(lasting, handle)
 
     def cursor(self, **_: Any) -> BulkCursor:
-        """Return a cursor in the connection's transaction."""
-        cursor = BulkCursor(self)
-        self._cursors.add(cursor)
-        return cursor
+        """Return a cursor in the connection's transaction, which the caller closes."""
+        return BulkCursor(self)
 
     def commit(self) -> None:
         """Commit the transaction, as the driver does."""
-        with self.answered():
-            super().commit()
+        if not self._alone:
+            with self.answered():
+                super().commit()
 
     def rollback(self) -> None:
         """Roll the transaction back, as the driver does."""
-        with self.answered():
-            super().rollback()
+        if not self._alone:
+            with self.answered():
+                super().rollback()
 
     def let_alone(self, alone: bool) -> None:
         """Let each statement be its own transaction, or not; call it outside a transaction.
 
         Beginning and ending a transaction takes a round trip each.
         """
-        if alone is self._commit_supported:
+        if alone is not self._alone:
             with self.answered():
-                self._conn.set_autocommit(alone)
-            self._commit_supported = not alone
+                self.adbc_connection.set_autocommit(alone)
+            self._alone = alone
 
     def refuse_lost(self) -> None:
         """Raise an adbc.Error if the connection is lost; call it outside a transaction.
@@ -197,7 +206,7 @@ class BulkCursor(adbc.Cursor):
     @property
     def connection(self) -> Connection:
         """The connection that the cursor belongs to."""
-        connection: Any = self._conn
+        connection: Any = super().connection
         return connection  # type: ignore[no-any-return] # the connection that created it
 
     def _answered(self) -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 from saf.dispatch.envelope import Request
 from saf.errors import ConfigurationError, MissingExtra, UnreadableBody
@@ -76,22 +77,31 @@ class Soap(Call):
         library: Any = zeep
 
         class OnlyFiles(library.Transport):  # type: ignore[misc]
-            def _load_remote_data(self, url: str) -> bytes:
-                raise ConfigurationError(f"{wsdl} imports {url}: store that beside it")
+            def load(self, url: str) -> Any:
+                if urlsplit(url).scheme in ("http", "https", "file"):
+                    raise ConfigurationError(f"{wsdl} imports {url}: store that beside it")
+                return super().load(url)
+
+            def post_xml(self, _: str, envelope: Any, headers: Any) -> Any:
+                return envelope, headers
 
         self._xml = etree
         self._faults = library.exceptions
         self._as_json = library.helpers.serialize_object
         try:
-            self._client = library.Client(str(wsdl), transport=OnlyFiles())
-            self._binding = self._client.service._binding
+            # a call returns what `post_xml` returns, and is sent by the endpoint's own client
+            raw = library.Settings(raw_response=True)
+            self._client = library.Client(str(wsdl), transport=OnlyFiles(), settings=raw)
+            service = self._client.service
+            port = next(iter(next(iter(self._client.wsdl.services.values())).ports.values()))
+            self._binding = port.binding
             self._operation = self._binding.get(operation)
+            self._call = service[operation]
         except ConfigurationError:
             raise
         except Exception as error:  # zeep may raise anything for a file
             reason = f"{type(error).__name__}: {error}"
             raise ConfigurationError(f"cannot read {wsdl} as a WSDL: {reason}") from None
-        self._name = operation
 
     def request(self, message: Received) -> Request:
         """Return the call for a message.
@@ -103,7 +113,7 @@ class Soap(Call):
         args = value if isinstance(value, list) else [] if isinstance(value, dict) else [value]
         named = value if isinstance(value, dict) else {}
         try:
-            envelope, headers = self._binding._create(self._name, args, named, client=self._client)
+            envelope, headers = self._call(*args, **named)
         except (self._faults.Error, TypeError, ValueError, LookupError, AttributeError) as error:
             raise UnreadableBody(message.message_id, "SOAP", str(error)) from None
         number = str(message.message_id)

@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import pydantic
 
 from saf.dispatch.settings import Endpoint
-from saf.dispatch.transport import NoAnswer, Transport
+from saf.dispatch.transport import Exchange, NoAnswer
 from saf.errors import ConfigurationError
 from saf.receiving.failures import HIDDEN, SHORTEST
 
@@ -103,7 +103,7 @@ class Tokens:
         self._token: str | None = None
         self._until = 0.0
 
-    async def get(self, transport: Transport) -> str:
+    async def get(self, exchange: Exchange) -> str:
         """Return a token that is still valid for a while.
 
         Raises:
@@ -112,7 +112,7 @@ class Tokens:
         async with self._lock:
             if self._token is None or time.monotonic() >= self._until:
                 try:
-                    self._token, lifetime = await self._asked(transport)
+                    self._token, lifetime = await self._asked(exchange)
                 except NoAnswer as error:
                     raise NoToken(f"no token: {error}") from None
                 self._until = time.monotonic() + EARLY * lifetime
@@ -123,7 +123,7 @@ class Tokens:
         if token == self._token:
             self._token = None
 
-    async def _asked(self, transport: Transport) -> tuple[str, float]:
+    async def _asked(self, exchange: Exchange) -> tuple[str, float]:
         endpoint = self._endpoint
         assert endpoint.token_url is not None  # noqa: S101 - the settings guarantee it
         form = {"grant_type": "client_credentials"}
@@ -135,7 +135,7 @@ class Tokens:
             **of_client(endpoint),
         }
         body = urlencode(form).encode()
-        response = await transport.post(endpoint.token_url, headers, body, MOST)
+        response = await exchange(endpoint.token_url, headers, body, MOST)
         if response.status != 200:  # noqa: PLR2004 - as the RFC says
             raise NoToken(f"no token: HTTP {response.status}")
         return parsed(response.body)

@@ -10,15 +10,13 @@ import time
 from collections.abc import Mapping
 from urllib.parse import unquote, urljoin, urlsplit
 
-from saf.dispatch import replies
+from saf.dispatch import http1, http2, replies
 from saf.dispatch.calls import Call, Soap, XmlRpc
 from saf.dispatch.credentials import NoToken, Tokens, authorization, hidden
 from saf.dispatch.envelope import Request
-from saf.dispatch.http1 import Http1
-from saf.dispatch.http2 import Http2
 from saf.dispatch.replies import KEPT, Answer, Meaning, Reply, meaning_of, retry_after
 from saf.dispatch.settings import Endpoint
-from saf.dispatch.transport import Exchanged, NoAnswer, Transport
+from saf.dispatch.transport import Exchange, Exchanged, NoAnswer
 from saf.receiving.failures import HIDDEN
 from saf.setaside.isolation import kept
 from saf.signing.webhook import sign
@@ -46,17 +44,18 @@ class Client:
         self._keys = endpoint.keys
         self._hidden = hidden(endpoint)
         self._authorization = authorization(endpoint)
-        self._transport: Transport = Http2(endpoint) if endpoint.http2 else Http1(endpoint)
+        self._connections = (http2 if endpoint.http2 else http1).connections(endpoint)
+        self._exchange: Exchange
         self._tokens = Tokens(endpoint) if endpoint.token_url is not None else None
         whole = endpoint.reply or self.call is not None
         self._most = replies.MOST + 1 if whole else MOST
 
     async def __aenter__(self) -> Client:
-        await self._transport.__aenter__()
+        self._exchange = await self._connections.__aenter__()
         return self
 
-    async def __aexit__(self, *ended: object) -> None:
-        await self._transport.__aexit__(*ended)
+    async def __aexit__(self, *_: object) -> None:
+        await self._connections.__aexit__(None, None, None)
 
     async def post(self, request: Request) -> Answer:
         """Send a request; every outcome is an answer."""
@@ -75,7 +74,7 @@ class Client:
             token = await self._token()
             if token is not None:
                 headers["Authorization"] = f"Bearer {token}"
-            response = await self._exchange(headers, request.body)
+            response = await self._answered(headers, request.body)
         except (NoAnswer, NoToken) as problem:
             seconds, reason = time.monotonic() - began, self._shown(str(problem))
             return Answer(meaning=Meaning.WAITS, seconds=seconds, error=reason)
@@ -98,11 +97,11 @@ class Client:
             reply=reply,
         )
 
-    async def _exchange(self, headers: Mapping[str, str], body: bytes) -> Exchanged:
+    async def _answered(self, headers: Mapping[str, str], body: bytes) -> Exchanged:
         """Send a body; return the answer of the endpoint, or of the redirect's target."""
         url, left = self.endpoint.url, REDIRECTS if self.endpoint.follow_redirects else 0
         while True:
-            response = await self._transport.post(url, headers, body, self._most)
+            response = await self._exchange(url, headers, body, self._most)
             further = left and redirected(url, response.status, response.headers)
             if not further:
                 return response
@@ -112,7 +111,7 @@ class Client:
         """Return the token to send, if any, and hide it from now on."""
         if self._tokens is None:
             return None
-        token = await self._tokens.get(self._transport)
+        token = await self._tokens.get(self._exchange)
         if (token, HIDDEN) not in self._hidden:
             # an answer to a request with the previous token may still come
             self._hidden = [*hidden(self.endpoint), *self._hidden[-1:], (token, HIDDEN)]

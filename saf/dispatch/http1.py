@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
 
 from saf.dispatch.credentials import of_proxy, tls
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.transport import (
     HEADERS,
     IDLE_SECONDS,
+    Exchange,
     Exchanged,
     NoAnswer,
-    Transport,
     guarded_sockets,
 )
 from saf.errors import MissingExtra
@@ -25,86 +26,77 @@ LARGE = 1 << 20
 """Size in bytes above which a body is written in parts, so that other requests continue."""
 
 
-class Http1(Transport):
-    """Connections of HTTP/1.1. A connection whose answer is too long is closed."""
+@asynccontextmanager
+async def connections(endpoint: Endpoint) -> AsyncIterator[Exchange]:
+    """Open a transport (`saf.dispatch.transport`); the connection of a long answer is closed."""
+    try:
+        import aiohttp
+    except ImportError:
+        raise MissingExtra("dispatch", "calling an endpoint") from None
+    guard = guarded_sockets(endpoint.networks) if endpoint.public_only else None
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=endpoint.max_in_flight,
+            keepalive_timeout=IDLE_SECONDS,
+            ssl=tls(endpoint),
+            socket_factory=guard,
+        ),
+        timeout=aiohttp.ClientTimeout(
+            total=endpoint.timeout_seconds, sock_connect=endpoint.connect_seconds
+        ),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        proxy=endpoint.proxy,
+        headers=HEADERS,  # these go to a proxy too
+        auto_decompress=False,
+        trust_env=False,
+    ) as session:
+        for_proxy = of_proxy(endpoint) or None
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        try:
-            import aiohttp
-        except ImportError:
-            raise MissingExtra("dispatch", "calling an endpoint") from None
-        self._library = aiohttp
-        self._endpoint = endpoint
-        self._for_proxy = of_proxy(endpoint) or None
-        self._session: aiohttp.ClientSession | None = None
+        async def exchange(
+            url: str, headers: Mapping[str, str], body: bytes, most: int
+        ) -> Exchanged:
+            try:
+                async with session.post(
+                    url,
+                    data=body if len(body) <= LARGE else io.BytesIO(body),
+                    headers=headers,
+                    allow_redirects=False,
+                    proxy_headers=for_proxy,
+                ) as response:
+                    return Exchanged(
+                        status=response.status,
+                        headers=response.headers,
+                        body=await _read(response, most),
+                    )
+            except Exception as problem:
+                reason = _reason(problem, endpoint)
+                if reason is None:
+                    raise
+                raise NoAnswer(reason) from problem
 
-    async def __aenter__(self) -> Self:
-        library, endpoint = self._library, self._endpoint
-        self._session = library.ClientSession(
-            connector=library.TCPConnector(
-                limit=endpoint.max_in_flight,
-                keepalive_timeout=IDLE_SECONDS,
-                ssl=tls(endpoint),
-                socket_factory=(
-                    guarded_sockets(endpoint.networks) if endpoint.public_only else None
-                ),
-            ),
-            timeout=library.ClientTimeout(
-                total=endpoint.timeout_seconds, sock_connect=endpoint.connect_seconds
-            ),
-            cookie_jar=library.DummyCookieJar(),
-            proxy=endpoint.proxy,
-            headers=HEADERS,  # these go to a proxy too
-            auto_decompress=False,
-            trust_env=False,
-        )
-        return self
+        yield exchange
 
-    async def __aexit__(self, *_: object) -> None:
-        assert self._session is not None  # noqa: S101 - it was entered
-        await self._session.close()
 
-    async def post(self, url: str, headers: Mapping[str, str], body: bytes, most: int) -> Exchanged:
-        """See `Transport.post`."""
-        assert self._session is not None  # noqa: S101 - it was entered
-        try:
-            async with self._session.post(
-                url,
-                data=body if len(body) <= LARGE else io.BytesIO(body),
-                headers=headers,
-                allow_redirects=False,
-                proxy_headers=self._for_proxy,
-            ) as response:
-                return Exchanged(
-                    status=response.status,
-                    headers=response.headers,
-                    body=await _read(response, most),
-                )
-        except Exception as problem:
-            reason = self._problem(problem)
-            if reason is None:
-                raise
-            raise NoAnswer(reason) from problem
+def _reason(problem: Exception, endpoint: Endpoint) -> str | None:
+    """Return a request's error as text; None if the error is not the network's."""
+    import aiohttp
 
-    def _problem(self, problem: Exception) -> str | None:
-        """Return a request's error as text; None if the error is not the network's."""
-        library, endpoint = self._library, self._endpoint
-        match problem:
-            case library.ConnectionTimeoutError():
-                reason = f"cannot connect within {endpoint.connect_seconds:g} s"
-            case TimeoutError():
-                reason = f"no answer within {endpoint.timeout_seconds:g} s"
-            case library.ClientConnectorCertificateError():
-                reason = f"its certificate is refused: {problem.certificate_error}"
-            case library.ClientConnectorError():
-                reason = f"cannot connect: {problem.os_error.strerror or problem.os_error}"
-            case library.ClientResponseError():
-                reason = f"no answer in HTTP: {problem.message}"  # its text contains the URL
-            case library.ClientError() | OSError() | ValueError() | EOFError():
-                reason = f"no answer: {type(problem).__name__}: {problem}"
-            case _:
-                return None
-        return reason
+    match problem:
+        case aiohttp.ConnectionTimeoutError():
+            reason = f"cannot connect within {endpoint.connect_seconds:g} s"
+        case TimeoutError():
+            reason = f"no answer within {endpoint.timeout_seconds:g} s"
+        case aiohttp.ClientConnectorCertificateError():
+            reason = f"its certificate is refused: {problem.certificate_error}"
+        case aiohttp.ClientConnectorError():
+            reason = f"cannot connect: {problem.os_error.strerror or problem.os_error}"
+        case aiohttp.ClientResponseError():
+            reason = f"no answer in HTTP: {problem.message}"  # its text contains the URL
+        case aiohttp.ClientError() | OSError() | ValueError() | EOFError():
+            reason = f"no answer: {type(problem).__name__}: {problem}"
+        case _:
+            return None
+    return reason
 
 
 async def _read(response: aiohttp.ClientResponse, most: int) -> bytes:

@@ -23,16 +23,16 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from saf.dispatch.credentials import of_proxy, tls
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.transport import (
     HEADERS,
     IDLE_SECONDS,
+    Exchange,
     Exchanged,
     NoAnswer,
-    Transport,
     address_check,
 )
 from saf.errors import MissingExtra
@@ -44,64 +44,26 @@ if TYPE_CHECKING:
 CONNECTIONS = 5
 """Maximum number of connections, one after the other, to send a request over."""
 
-UNSENDABLE = (ValueError, TypeError)
-"""Errors that httpcore2 raises for a malformed URL, such as an endpoint's redirect target."""
+UNSENDABLE = (OSError, ValueError, TypeError)
+"""Other errors without an answer: the system's, and those that httpcore2 raises for a malformed
+URL, such as an endpoint's redirect target."""
 
 
-class Http2(Transport):
-    """Connections of HTTP/2. The rest of an answer that is too long is not read."""
+@asynccontextmanager
+async def connections(endpoint: Endpoint) -> AsyncIterator[Exchange]:
+    """Open a transport (`saf.dispatch.transport`); the rest of a long answer is not read."""
+    try:
+        import h2  # noqa: F401 - httpcore2 looks for it late
+        import httpcore2
+        import multidict
+    except ImportError:
+        raise MissingExtra("http2", "calling an endpoint by HTTP/2") from None
+    pools = Pools(endpoint)
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        try:
-            import h2  # noqa: F401 - httpcore2 looks for it late
-            import httpcore2
-            import multidict
-        except ImportError:
-            raise MissingExtra("http2", "calling an endpoint by HTTP/2") from None
-        self._library = httpcore2
-        self._dict = multidict.CIMultiDict
-        self._endpoint = endpoint
-        self._pools: Pools | None = None
-
-    async def __aenter__(self) -> Self:
-        self._pools = Pools(self._endpoint)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._pools is not None  # noqa: S101 - it was entered
-        await self._pools.aclose()
-
-    async def post(self, url: str, headers: Mapping[str, str], body: bytes, most: int) -> Exchanged:
-        """See `Transport.post`."""
-        library, endpoint = self._library, self._endpoint
-        try:
-            async with asyncio.timeout(endpoint.timeout_seconds):
-                for left in reversed(range(CONNECTIONS)):
-                    try:
-                        return await self._exchange(url, headers, body, most)
-                    except (library.ProtocolError, library.ReadError, library.WriteError):
-                        if not left:
-                            raise
-            raise AssertionError("the last one raises or returns")
-        except library.ConnectTimeout:
-            reason = f"cannot connect within {endpoint.connect_seconds:g} s"
-        except TimeoutError:
-            reason = f"no answer within {endpoint.timeout_seconds:g} s"
-        except (library.ConnectError, library.ProxyError) as problem:
-            reason = _unconnected(problem)
-        except library.ProtocolError as problem:
-            reason = f"no answer in HTTP: {_protocol(problem)}"
-        except (library.NetworkError, library.TimeoutException, OSError, *UNSENDABLE) as problem:
-            reason = f"no answer: {type(problem).__name__}: {problem}"
-        raise NoAnswer(reason)
-
-    async def _exchange(
-        self, url: str, headers: Mapping[str, str], body: bytes, most: int
-    ) -> Exchanged:
-        assert self._pools is not None  # noqa: S101 - it was entered
+    async def attempt(url: str, headers: Mapping[str, str], body: bytes, most: int) -> Exchanged:
         read = bytearray()
         async with (
-            self._pools.use() as pool,
+            pools.use() as pool,
             pool.stream(
                 "POST",
                 url,
@@ -110,22 +72,49 @@ class Http2(Transport):
                     for name, value in {**HEADERS, **headers}.items()
                 ],
                 content=body,
-                extensions={"timeout": {"connect": self._endpoint.connect_seconds}},
+                extensions={"timeout": {"connect": endpoint.connect_seconds}},
             ) as response,
         ):
             async for chunk in response.aiter_stream():
                 read += chunk
                 if len(read) >= most:
-                    self._pools.retire(pool)
+                    pools.retire(pool)
                     break
             return Exchanged(
                 status=response.status,
-                headers=self._dict(
+                headers=multidict.CIMultiDict(
                     (name.decode("latin-1"), value.decode("latin-1"))
                     for name, value in response.headers
                 ),
                 body=bytes(read[:most]),
             )
+
+    async def exchange(url: str, headers: Mapping[str, str], body: bytes, most: int) -> Exchanged:
+        try:
+            async with asyncio.timeout(endpoint.timeout_seconds):
+                for left in reversed(range(CONNECTIONS)):
+                    try:
+                        return await attempt(url, headers, body, most)
+                    except (httpcore2.ProtocolError, httpcore2.ReadError, httpcore2.WriteError):
+                        if not left:
+                            raise
+            raise AssertionError("the last one raises or returns")
+        except httpcore2.ConnectTimeout:
+            reason = f"cannot connect within {endpoint.connect_seconds:g} s"
+        except TimeoutError:
+            reason = f"no answer within {endpoint.timeout_seconds:g} s"
+        except (httpcore2.ConnectError, httpcore2.ProxyError) as problem:
+            reason = _unconnected(problem)
+        except httpcore2.ProtocolError as problem:
+            reason = f"no answer in HTTP: {_protocol(problem)}"
+        except (httpcore2.NetworkError, httpcore2.TimeoutException, *UNSENDABLE) as problem:
+            reason = f"no answer: {type(problem).__name__}: {problem}"
+        raise NoAnswer(reason)
+
+    try:
+        yield exchange
+    finally:
+        await pools.aclose()
 
 
 def _unconnected(problem: Exception) -> str:

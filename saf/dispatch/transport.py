@@ -1,9 +1,16 @@
 """Transports: connections that carry a request's bytes to an endpoint, and its answer's bytes back.
 
-A transport keeps connections. It follows no redirect, keeps no cookie, ignores the environment's
+A transport is a context: `connections` of `saf.dispatch.http1` or `saf.dispatch.http2`. It yields
+an `Exchange`. It is entered inside a running loop, opens connections when they are needed, and
+keeps them until its end. It follows no redirect, keeps no cookie, ignores the environment's
 proxy, and decompresses nothing. It reads an answer up to a number of bytes; a longer answer is cut,
 and not read to its end. The endpoint's timeout is for a whole exchange, so an endpoint that sends a
 byte from time to time does not extend it. An exchange that fails for any reason raises `NoAnswer`.
+Entering a transport raises `MissingExtra` if its library is not installed, and `ConfigurationError`
+if a certificate cannot be read.
+
+Each version of HTTP has the library that costs less. httpcore2 speaks HTTP/1.1 too, but takes five
+times the processor's time of aiohttp for a request.
 
 A guard (`address_check`) restricts the addresses that a transport connects to. A URL written by a
 user may name, or resolve to, an address inside our own network. The guard checks each address at
@@ -14,13 +21,12 @@ cannot check the addresses behind a proxy, so an endpoint with a proxy has no gu
 
 from __future__ import annotations
 
-import abc
 import errno
 import ipaddress
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 IDLE_SECONDS = 30.0
 """Time for which an unused connection is kept."""
@@ -71,29 +77,8 @@ class Exchanged:
     """At most as many bytes as were requested."""
 
 
-class Transport(abc.ABC):
-    """The connections to one endpoint. Use it inside a running loop, as an async context.
-
-    Raises:
-        MissingExtra: a library is not installed.
-        ConfigurationError: a certificate cannot be read.
-    """
-
-    @abc.abstractmethod
-    async def __aenter__(self) -> Self:
-        """Prepare; connections are opened when they are needed."""
-
-    @abc.abstractmethod
-    async def __aexit__(self, *_: object) -> None:
-        """Close all connections."""
-
-    @abc.abstractmethod
-    async def post(self, url: str, headers: Mapping[str, str], body: bytes, most: int) -> Exchanged:
-        """Send a body; return the answer, with at most ``most`` bytes of its body.
-
-        Raises:
-            NoAnswer: no answer came, for any reason.
-        """
+Exchange = Callable[[str, Mapping[str, str], bytes, int], Awaitable[Exchanged]]
+"""Sends a body to a URL, with headers; returns at most a number of bytes of the answer's body."""
 
 
 def address_check(networks: Iterable[str]) -> Callable[[str], None]:

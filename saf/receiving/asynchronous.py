@@ -48,8 +48,9 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
+from psycopg.pq import TransactionStatus
 
-from saf.database import Dsn
+from saf.database import Dsn, pinned
 from saf.errors import UsageError
 from saf.receiving.delivery import Delivery
 from saf.receiving.link import Link, as_it_was
@@ -61,14 +62,9 @@ from saf.signing.verifier import Trust
 from saf.tracing import spans
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext import asyncio as sqlalchemy_asyncio
-
     from saf.receiving.link import AsyncEngine, Engine
 
 T = TypeVar("T")
-
-Base = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
-B = TypeVar("B", psycopg.Connection[Any], "AsyncConnection")
 
 
 @asynccontextmanager
@@ -155,12 +151,10 @@ def aconnected(engine: Engine | AsyncEngine, loop: EventLoop) -> Iterator[Link]:
     if isinstance(engine, (str, Dsn)):
         dsn = Dsn(engine) if isinstance(engine, str) else engine
         with dsn.connect(role="receive", autocommit=True) as raw:
-            wrapper = _over(raw, AsyncConnection)
-            wrapper._beside = raw
             yield Link(
-                connection=wrapper,
+                connection=AsyncConnection(raw),
                 raw=raw,
-                begin=partial(_closed, raw, wrapper),
+                begin=raw.transaction,
                 lock_seconds=dsn.bounds.lock_seconds,
             )
         return
@@ -177,7 +171,8 @@ def aconnected(engine: Engine | AsyncEngine, loop: EventLoop) -> Iterator[Link]:
             with _entered(engine.connect(), loop) as connection:
                 below = loop.run(connection.get_raw_connection())
                 with _beside(below.driver_connection) as raw:
-                    yield Link(connection=connection, raw=raw, begin=_begins(connection, loop))
+                    begin = _begins(connection.begin, loop)
+                    yield Link(connection=connection, raw=raw, begin=begin)
             return
     if not callable(engine):
         raise UsageError(
@@ -192,7 +187,7 @@ def aconnected(engine: Engine | AsyncEngine, loop: EventLoop) -> Iterator[Link]:
             f"AsyncConnection of psycopg by ``async with``, got a {type(given).__qualname__}"
         )
     with _entered(given, loop) as opened, _beside(opened) as raw:
-        yield Link(connection=opened, raw=raw, begin=partial(_closed, raw, opened))
+        yield Link(connection=opened, raw=raw, begin=_begins(opened.transaction, loop))
 
 
 @contextmanager
@@ -213,22 +208,9 @@ def _entered(context: AbstractAsyncContextManager[T], loop: EventLoop) -> Iterat
         loop.run(leave(None, None, None))
 
 
-def _begins(connection: sqlalchemy_asyncio.AsyncConnection, loop: EventLoop) -> Callable[[], Any]:
-    """Return a callable that begins a transaction of SQLAlchemy."""
-    return lambda: _entered(connection.begin(), loop)
-
-
-@contextmanager
-def _closed(
-    raw: psycopg.Connection[Any], connection: psycopg.AsyncConnection[Any]
-) -> Iterator[None]:
-    """Run a block in a transaction that ends with it; psycopg refuses to commit it earlier."""
-    with raw.transaction():
-        connection._num_transactions += 1
-        try:
-            yield
-        finally:
-            connection._num_transactions -= 1
+def _begins(begin: Callable[[], Any], loop: EventLoop) -> Callable[[], Any]:
+    """Return a callable that begins a transaction of the application's library."""
+    return lambda: _entered(begin(), loop)
 
 
 @contextmanager
@@ -241,38 +223,45 @@ def _beside(connection: object) -> Iterator[psycopg.Connection[Any]]:
             "with postgresql+psycopg://, or open psycopg's AsyncConnection"
         )
     pgconn = connection.pgconn
-    notify_handler = pgconn.notify_handler
+    notice_handler, notify_handler = pgconn.notice_handler, pgconn.notify_handler
     try:
-        with as_it_was(beside := _over(connection, _Beside)):
+        # notices are for the application, and notifications for the receiver, if it listens
+        beside = _Beside(pgconn)
+        pgconn.notice_handler = notice_handler
+        if pgconn.transaction_status == TransactionStatus.IDLE:  # otherwise, `Link` refuses it
+            beside.autocommit = connection.autocommit
+            beside.isolation_level = connection.isolation_level
+        pinned.share_prepared(connection, beside)
+        with as_it_was(beside):
             yield beside
     finally:
         pgconn.notify_handler = notify_handler
 
 
-def _over(connection: Base, kind: type[B]) -> B:
-    """Return another connection over the same session."""
-    pgconn = connection.pgconn
-    handlers = pgconn.notice_handler, pgconn.notify_handler
-    other = kind(pgconn)
-    # notices are for the application, and notifications for the receiver, if it listens
-    if isinstance(connection, psycopg.AsyncConnection):
-        pgconn.notice_handler = handlers[0]
-    else:
-        pgconn.notify_handler = handlers[1]
-    other._autocommit = connection.autocommit
-    other._isolation_level = connection.isolation_level
-    # both share the prepared statements, so that no name is used twice
-    other._prepared = connection._prepared
-    return other
-
-
 class AsyncConnection(psycopg.AsyncConnection[Any]):
     """psycopg's AsyncConnection over a session that saf has opened."""
 
-    _beside: psycopg.Connection[Any]
+    def __init__(self, raw: psycopg.Connection[Any]) -> None:
+        notify_handler = raw.pgconn.notify_handler
+        super().__init__(raw.pgconn)
+        raw.pgconn.notify_handler = notify_handler  # the receiver listens
+        pinned.share_prepared(raw, self)
+        self._beside = raw
 
     def __del__(self, *_: Any) -> None:
         """Do not warn: the code that opened the session closes it."""
+
+    async def commit(self) -> None:
+        """Refuse: the transaction is committed when the block ends."""
+        raise psycopg.ProgrammingError(
+            "Explicit commit() forbidden: the delivery's transaction is committed at its end"
+        )
+
+    async def rollback(self) -> None:
+        """Refuse: an exception rolls the transaction back."""
+        raise psycopg.ProgrammingError(
+            "Explicit rollback() forbidden: an exception rolls the delivery's transaction back"
+        )
 
     async def run_sync(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         """Call a function that takes a synchronous connection first, in the same transaction.

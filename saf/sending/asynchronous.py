@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psycopg
 from psycopg.rows import tuple_row
 
-from saf.database import parameters
+from saf.database import parameters, pinned
 from saf.errors import AutocommitError, UsageError
 from saf.sending.bulk import refuse_in_parts
 from saf.transaction import Entrance, Known, OnPsycopg, Rows, closed, described, is_asyncpg
@@ -69,14 +69,13 @@ class _Asyncpg:
         # the caller configures asyncpg for poolers when connecting: statement_cache_size=0
         self.pooled = True
 
-    # asyncpg has the server's address and the role only in private attributes
     @property
     def user(self) -> str | None:
-        return str(self.connection._params.user)
+        return pinned.login(self.connection)[0]
 
     @property
     def database(self) -> object:
-        return (self.connection._addr, self.connection._params.database)
+        return pinned.login(self.connection)[1:]
 
     @property
     def process(self) -> int | None:

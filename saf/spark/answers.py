@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import EXPRESSED, UUIDS
+from saf.database import pinned
 from saf.engine.classifying import ANSWERS, as_answers
 from saf.engine.in_step import InStep
 from saf.engine.resolving import RAISED
@@ -186,7 +187,7 @@ def answer(spark: SparkSession, text: str, message: Mapping[str, Any]) -> str | 
     row = spark.sql("SELECT 1").select(
         *(F.lit(_plain(name, message[name])).cast(kind).alias(name) for name, kind in KINDS)
     )
-    frame: Any = with_derived(row).select(F.expr(text))._jdf
+    frame = pinned.jvm_frame(with_derived(row).select(F.expr(text)))
     # one row of constants: the optimized plan contains only the expression itself
     value = frame.queryExecution().optimizedPlan().expressions().apply(0).eval(None)
     return None if value is None else str(value.toString())

@@ -52,6 +52,7 @@ from typing import TYPE_CHECKING, Any
 from psycopg import sql
 
 from saf.columns import EXPRESSED
+from saf.database import pinned
 from saf.engine.in_step import ENDED, LAST
 from saf.engine.work import Work
 from saf.routing.matching import SQL, Router, Routes
@@ -236,8 +237,7 @@ def quoted(expression: str) -> str:
 
 
 def _analyzed(rows: DataFrame) -> Any:
-    jvm: Any = rows._jdf
-    return jvm.queryExecution().analyzed()
+    return pinned.jvm_frame(rows).queryExecution().analyzed()
 
 
 def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> str | None:
@@ -247,7 +247,7 @@ def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> s
     """
     if len(expression) > LONGEST:
         return f"it has {len(expression):,} characters, and {LONGEST:,} are looked at"
-    session: Any = spark._jsparkSession
+    session = pinned.jvm_session(spark)
     for node in nodes(session.sessionState().sqlParser().parseExpression(expression)):
         kind = kind_of(node)
         if kind == "UnresolvedFunction":
@@ -267,7 +267,7 @@ def refusal(spark: SparkSession, expression: str, columns: Collection[str]) -> s
 
 def _of_now(spark: SparkSession, expression: str) -> str | None:
     """Return a literal such as DATE 'today', which the parser turns into the current day."""
-    jvm: Any = spark._jvm
+    jvm = pinned.jvm(spark)
     parser = getattr(jvm, f"{CATALYST}parser")
     stream = parser.UpperCaseCharStream(jvm.org.antlr.v4.runtime.CharStreams.fromString(expression))
     tokens = parser.SqlBaseLexer(stream).getAllTokens()

@@ -21,6 +21,7 @@ import pyarrow as pa
 from psycopg import sql
 
 from saf.columns import EXPRESSED
+from saf.database import pinned
 from saf.engine.source import read
 from saf.engine.work import Work
 from saf.limits import KEPT
@@ -141,5 +142,4 @@ def kind_of(node: Any) -> str:
 
 
 def _of(frame: DataFrame) -> Any:
-    jvm: Any = frame._jdf
-    return jvm.queryExecution()
+    return pinned.jvm_frame(frame).queryExecution()

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from saf.database import pinned
 from saf.database.patience import shut, sockets_to
 from saf.errors import ConfigurationError, MissingExtra
 from saf.spark import java
@@ -184,12 +185,12 @@ def start(
     # the caller reports what an expression raises; PySpark would print it with its stack
     for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
         PySparkLogger.getLogger(name).setLevel(logging.CRITICAL + 1)
-    if submitted and SparkContext._active_spark_context is None:
-        SparkContext._ensure_initialized()
+    if submitted and pinned.active_context(SparkContext) is None:
+        pinned.launch_gateway(SparkContext)
         reach(SparkConf().get("spark.master") or "")
-    if submitted or SparkContext._active_spark_context is not None:
+    if submitted or pinned.active_context(SparkContext) is not None:
         return SparkContext.getOrCreate()
-    if SparkContext._gateway is None:
+    if pinned.gateway(SparkContext) is None:
         _connect(SparkContext)
     chosen = {**settings(master, quick=quick), **conf}
     # For PySpark, the environment wins; without it, PySpark ignores this setting in a conf.
@@ -198,7 +199,7 @@ def start(
         os.environ["PYSPARK_PYTHON"] = python
         chosen["spark.pyspark.python"] = python
     conf_ = SparkConf().setMaster(with_attempts(master)).setAppName(app_name)
-    log_in(SparkContext._jvm)
+    log_in(pinned.jvm(SparkContext))
     try:
         context = SparkContext.getOrCreate(conf_.setAll(list(chosen.items())))
     except Py4JJavaError as error:
@@ -212,8 +213,7 @@ def start(
 
 def stop(spark: SparkContext) -> None:
     """Stop Spark cleanly, but skip the second for which PySpark then waits for a thread."""
-    context: Any = spark
-    server, context._accumulatorServer = context._accumulatorServer, None
+    server = pinned.accumulator_server(spark, take=True)
     if server is not None:
         server.server_shutdown = True
         threading.Thread(target=server.shutdown, daemon=True).start()
@@ -227,14 +227,14 @@ def abandon() -> None:
     warnings.filterwarnings("ignore", message="Unable to cleanly shutdown Spark JVM")
     if _launched is not None:
         _launched.kill()
-    gateway: Any = SparkContext._gateway
+    gateway = pinned.gateway(SparkContext)
     if gateway is not None:
         shut(sockets_to(gateway.gateway_parameters.port))
 
 
 def _quiet_when_it_ends(context: Any) -> None:
     """Silence the traceback of the thread that Spark reports to, if the JVM ends first."""
-    server = context._accumulatorServer
+    server = pinned.accumulator_server(context)
     handle = server.handle_error
 
     def handle_error(request: Any, address: Any) -> None:
@@ -255,7 +255,7 @@ def _connect(context: Any) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
-            context._ensure_initialized()
+            pinned.launch_gateway(context)
     finally:
         del os.environ["PYSPARK_GATEWAY_PORT"], os.environ["PYSPARK_GATEWAY_SECRET"]
 
@@ -269,7 +269,7 @@ def _forks_ours(conf: Mapping[str, str]) -> bool:
 
 def _has_jvm() -> bool:
     context = sys.modules.get("pyspark.core.context")
-    return context is not None and context.SparkContext._gateway is not None
+    return context is not None and pinned.gateway(context.SparkContext) is not None
 
 
 def require_packages() -> None:

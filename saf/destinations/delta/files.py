@@ -28,6 +28,7 @@ from pyarrow.fs import (
     SubTreeFileSystem,
 )
 
+from saf.database import pinned
 from saf.log import disk
 
 
@@ -66,11 +67,9 @@ class Files:
     def write(self, path: str, content: bytes) -> None:
         """Write a new file."""
         if self._folder is None:
-            assert self._store is not None  # noqa: S101 - set without a folder
-            # without pyarrow's stream around it, which passes buffers; deltalake takes only bytes
-            upload = self._store._handler.open_output_stream(path, None)
+            upload = pinned.output(self._store, path)
             upload.write(content)
-            upload.close()  # type: ignore[attr-defined] # the file exists only now
+            upload.close()  # the file exists only now
             return
         file = self._folder / path
         if file.parent != self._folder and not file.parent.exists():

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 from saf.database.patience import Waiting, answer_within
+from saf.destinations.addresses import connect, context_of
 from saf.destinations.https import wire
 from saf.destinations.https.wire import NotUnderstood, OtherVersion, Said, raised
 from saf.destinations.marks import Known
@@ -55,16 +56,9 @@ class _Connection(http.client.HTTPConnection):
         self._context = context
 
     def connect(self) -> None:
-        seconds = self._network_seconds
-        connection = socket.create_connection((self.host, self.port), timeout=seconds)
+        connection = connect(self.host, self.port, self._network_seconds)
         try:
             self._own = connection.dup()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            if hasattr(socket, "TCP_USER_TIMEOUT"):
-                connection.setsockopt(
-                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000)
-                )
             if self._context is not None:
                 connection = self._context.wrap_socket(connection, server_hostname=self.host)
             connection.settimeout(None)  # the link keeps time
@@ -242,15 +236,12 @@ class Link:
     def _tls(self) -> ssl.SSLContext:
         settings = self.settings
         try:
-            context = ssl.create_default_context(cafile=settings.ca_file)
-            if settings.certificate_file is not None:
-                context.load_cert_chain(settings.certificate_file, settings.key_file)
+            return context_of(settings)
         except OSError as error:  # also raised for a wrong format
             text = error.strerror or str(error)
             raise unusable(
                 self.what, f"its certificates cannot be read: {text}", "fix saf.toml, or the files"
             ) from None
-        return context
 
 
 @contextmanager

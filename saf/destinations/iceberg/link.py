@@ -26,9 +26,8 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import NAMESPACE_URL, UUID, uuid5
 
 from psycopg.conninfo import make_conninfo
@@ -56,6 +55,7 @@ from pyiceberg.io import (
 from sqlalchemy import URL, inspect, make_url
 from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
+from saf.database import pinned
 from saf.database.sqlstates import to_mend
 from saf.destinations.iceberg.address import file_of, is_sql, libpq, place
 from saf.destinations.iceberg.marks import MarksDamaged, MarksExpired, state_of
@@ -284,25 +284,10 @@ class Link:
 
 
 def _rest(settings: Iceberg, properties: dict[str, str]) -> Catalog:
-    from pyiceberg.catalog.rest import RestCatalog
-
-    class Rest(RestCatalog):
-        """REST catalog that waits within saf's bounds; pyiceberg's own waits without limit."""
-
-        def _create_session(self) -> Any:
-            session: Any = super()._create_session()
-            return session if isinstance(session.request, partial) else self._bounded(session)
-
-        def _create_legacy_oauth2_auth_manager(self, session: Any) -> Any:
-            # it logs in with this session before any other code has it
-            return super()._create_legacy_oauth2_auth_manager(self._bounded(session))
-
-        def _bounded(self, session: Any) -> Any:
-            waits = (settings.bounds.network_seconds, settings.bounds.statement_seconds)
-            session.request = partial(session.request, timeout=waits)
-            return session
-
-    return Rest(settings.catalog_name, **properties, uri=settings.catalog)
+    bounds = settings.bounds
+    kind = pinned.rest_catalog(bounds.network_seconds, bounds.statement_seconds)
+    catalog: Catalog = kind(settings.catalog_name, **properties, uri=settings.catalog)
+    return catalog
 
 
 class LocalFiles(FileIO):

@@ -25,6 +25,7 @@ from pika.exceptions import (
     ProbableAuthenticationError,
 )
 
+from saf.database import pinned
 from saf.destinations.queues import unusable
 from saf.errors import Refused, SafError, Unavailable
 
@@ -193,8 +194,7 @@ class Channel:
                 connection.close()  # `_failed` ends the loop
                 connection.ioloop.call_later(GOODBYE_SECONDS, connection.ioloop.stop)
                 connection.ioloop.start()
-        if not connection.is_closed and (transport := connection._transport) is not None:
-            transport.abort()
+        if not connection.is_closed and pinned.abort(connection):
             connection.ioloop.call_later(0, connection.ioloop.stop)
             connection.ioloop.start()
         self._connection = None

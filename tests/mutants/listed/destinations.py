@@ -189,7 +189,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a login at an Iceberg catalog is waited for without a bound",
-        "saf/destinations/iceberg/link.py",
+        "saf/database/pinned.py",
         "manager(self._bounded(session))",
         "manager(session)",
         "contract/test_iceberg.py::test_a_rest_catalog_that_says_nothing_at_a_login_or_no_catalogs_answer_is_unavailable",
@@ -446,8 +446,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a connection leads to the database that the one before it was for",
         "saf/database/bulk.py",
-        "database._db.set_options(uri=uri)",
-        "database._db.set_options()",
+        "database.set_options(uri=uri)",
+        "database.set_options()",
         "contract/test_connections.py::"
         "test_connections_that_are_made_at_once_lead_to_the_databases_that_were_meant",
     ),
@@ -873,7 +873,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is written to an object store passes through pyarrow's stream",
         f"{DELTA}/files.py",
-        "upload = self._store._handler.open_output_stream(path, None)",
+        "upload = pinned.output(self._store, path)",
         "upload = self._store.open_output_stream(path)",
         f"{OBJECTS}::test_messages_are_rows_and_each_is_there_once",
     ),

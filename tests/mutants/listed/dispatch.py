@@ -137,8 +137,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a redirect to what is no URL makes the client of HTTP/2 raise",
         "saf/dispatch/http2.py",
-        "OSError, *UNSENDABLE)",
-        "OSError)",
+        "httpcore2.TimeoutException, *UNSENDABLE)",
+        "httpcore2.TimeoutException, OSError)",
         f"{HTTP2}::test_a_redirect_to_what_is_no_url_is_no_answer",
     ),
     mutant(

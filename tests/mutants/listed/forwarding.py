@@ -581,7 +581,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a user without a name is left to the login of Hadoop",
         "saf/spark/session.py",
-        "    log_in(SparkContext._jvm)\n",
+        "    log_in(pinned.jvm(SparkContext))\n",
         "",
         f"{SESSION}::test_a_user_without_a_name_on_a_host_whose_name_does_not_resolve_starts_a_session",
     ),

@@ -123,15 +123,15 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a receiver and its handlers give prepared statements the same names",
-        ASYNC_LINK,
-        "    other._prepared = connection._prepared\n",
+        "saf/database/pinned.py",
+        "    other._prepared = owner._prepared\n",
         "",
         f"{ASYNC}::test_a_worker_takes_whatever_gives_connections_of_asyncio",
     ),
     mutant(
         "a connection that is given back has lost the application's notices",
         ASYNC_LINK,
-        "        pgconn.notice_handler = handlers[0]\n",
+        "        pgconn.notice_handler = notice_handler\n",
         "        pass\n",
         f"{ASYNC}::test_a_connection_is_given_back_as_it_was",
     ),
