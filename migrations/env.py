@@ -12,8 +12,8 @@ from saf.broker.migrate import checked_shards, settle
 from saf.database import Dsn
 from saf.errors import ConfigurationError, SafError
 from saf.log.shards import DEFAULT_SHARDS
-from saf.schema import SCHEMA
 
+SCHEMA = "saf"
 ASKED = context.get_x_argument(as_dictionary=True)
 
 

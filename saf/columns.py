@@ -1,8 +1,8 @@
-"""The columns of a message, defined once for PostgreSQL, Arrow and Spark, with who may set them.
+"""The columns of a message, defined once for SQL, Arrow and Spark, with who may set them.
 
-Every table that holds messages has these columns, in this order. All code that reads, moves, sends
-or describes messages takes its list from here. This module imports nothing, because an application
-that only sends has neither Arrow nor Spark.
+Every table that holds messages has these columns, in this order; migrations/baseline/message.sql
+creates them. All code that reads, moves, sends or describes messages takes its list from here. This
+module imports nothing, because an application that only sends has neither Arrow nor Spark.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ class Column:
     """Type in PostgreSQL."""
     sent: bool = False
     """True if an `Outbox` sets the column; a dialog or the server sets the others."""
-    needed: bool = False
-    """True if the column is NOT NULL."""
-    default: str | None = None
-    """SQL of the server's default."""
     seldom: bool = False
     """True if plain messages leave it NULL: outside of dialogs, for any time and any broker."""
 
 
 MESSAGE = (
-    Column(name="message_id", type="uuid", sent=True, needed=True, default="gen_random_uuid()"),
+    Column(name="message_id", type="uuid", sent=True),
     Column(name="from_service", type="text", sent=True, seldom=True),
-    Column(name="to_service", type="text", sent=True, needed=True),
+    Column(name="to_service", type="text", sent=True),
     Column(name="to_broker", type="uuid", sent=True, seldom=True),
     Column(name="key", type="text", sent=True),
     Column(name="conversation_id", type="uuid", seldom=True),
@@ -38,8 +34,8 @@ MESSAGE = (
     Column(name="sequence", type="bigint", seldom=True),
     Column(name="message_type", type="text", sent=True),
     Column(name="headers", type="jsonb", sent=True),
-    Column(name="body", type="bytea", sent=True, needed=True),
-    Column(name="created_at", type="timestamptz", needed=True, default="now()"),
+    Column(name="body", type="bytea", sent=True),
+    Column(name="created_at", type="timestamptz"),
     Column(name="deliver_at", type="timestamptz", sent=True, seldom=True),
     Column(name="expires_at", type="timestamptz", sent=True, seldom=True),
 )

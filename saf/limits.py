@@ -1,9 +1,9 @@
-"""Limits on the size of a message, as SQL: for the schema, and for readers of a log.
+"""Limits on the size of a message, as SQL, for readers of a log.
 
 Sizes are in bytes, because indexes, COPY and memory have limits in bytes. Headers are measured as
 text, the form in which they travel: ``1e100000`` takes 12 bytes as jsonb, and 100,001 as text.
 
-`BOUNDED` is a CHECK on both logs. At the time of sending, and for senders in any language, it
+Both logs have a CHECK, ``bounded``. At the time of sending, and for senders in any language, it
 rejects what does not fit in an index or would grow too large on its way; `saf.message.encode`
 rejects more. A log may hold rows that are older than the constraint, so readers also check
 `READABLE`. That check is cheap for a common row, and never makes a long text of a hostile one. An
@@ -12,7 +12,7 @@ unreadable row is never fetched: it becomes a dead letter inside the database.
 
 from __future__ import annotations
 
-from saf.message import MAX_BODY, MAX_HEADERS, MAX_KEY, MAX_NAME
+from saf.message import MAX_BODY, MAX_HEADERS
 
 LONG_NAMES = 64 * 1024
 """Most bytes that names and key may have together in a readable row."""
@@ -20,22 +20,9 @@ LONG_NAMES = 64 * 1024
 # Uncompressed size of the headers, however they are stored
 _RAW = "pg_column_size(headers || '{}')"
 
-# A jsonb stores a number in 16 bytes that may become 147,456 characters as text. So headers up to
-# _SMALL are always within the limit. Headers above _LARGE never are, because text of at most
-# MAX_HEADERS never takes that much.
-_SMALL, _LARGE = 96, 8 * MAX_HEADERS
-
-BOUNDED = f"""
-octet_length(to_service) <= {MAX_NAME} AND octet_length(key) <= {MAX_KEY}
-AND ({_RAW} <= {_SMALL} OR octet_length(CAST(headers AS text)) <= {MAX_HEADERS})
-"""
-"""CHECK on a log. Kept short, because PostgreSQL prepares it for each inserting statement."""
-
-SMALL_HEADERS = f"""
-pg_catalog.pg_column_size(headers OPERATOR(pg_catalog.||) '{{}}'::pg_catalog.jsonb)
-           OPERATOR(pg_catalog.<=) {_SMALL}
-""".strip()
-"""SQL: true for headers so small that they are within the limit, whatever the search_path."""
+# Headers above this are never within the limit, because text of at most MAX_HEADERS never takes
+# that much
+_LARGE = 8 * MAX_HEADERS
 
 NAMES_READABLE = f"""
 octet_length(to_service) + coalesce(octet_length(key), 0) + coalesce(octet_length(from_service), 0)

@@ -259,7 +259,7 @@ def fits(text: str, longest: int) -> bool:
 
 
 def in_calendar(moment: datetime) -> bool:
-    """Return whether a log takes a time, which has a time zone; see `saf.log.checks.IN_CALENDAR`.
+    """Return whether a log takes a time, which has a time zone; as its CHECK ``in_calendar`` does.
 
     >>> in_calendar(datetime.min.replace(tzinfo=UTC)), in_calendar(datetime.max.replace(tzinfo=UTC))
     (True, False)

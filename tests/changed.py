@@ -92,7 +92,7 @@ def _tests_of(file: str) -> Iterator[str]:
     path = Path(file)
     if path.parts[0] == "tests" and path.suffix == ".py":
         yield from _files_upon(file)
-    elif path.parts[0] in ("saf", "migrations") and path.suffix == ".py":
+    elif path.parts[0] == "migrations" or (path.parts[0] == "saf" and path.suffix == ".py"):
         yield from (
             f"tests/{test}"
             for mutants in PARTS.values()

@@ -5,6 +5,7 @@ python -m tests.schema_page       # writes the page
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +64,9 @@ SELECT conname, pg_get_constraintdef(oid), coalesce(obj_description(oid, 'pg_con
 FROM pg_constraint
 WHERE conrelid = 'saf.outbox'::regclass AND contype = 'c' ORDER BY 1
 """
-TEXTS = {
-    "message_id": "tells the message from all others; a random one by default",
-    "to_service": "the service that the message is for",
-    "to_broker": "the one broker that it is for, where several have the service",
-    "from_service": "the sender's service",
-    "key": "what must stay in order together",
-    "message_type": "what the body is",
-    "headers": "JSON values by name; `content-type` says what the body is. Names that begin with "
-    "`saf-` are saf's",
-    "body": "the content",
-    "deliver_at": "no consumer gets the message before",
-    "expires_at": "from then on the message is of no use",
-}
-"""What a sender's columns mean: those of a message have no COMMENT."""
+MESSAGE = Path(__file__).parent.parent / "migrations" / "baseline" / "message.sql"
+COLUMN = re.compile(r"((?:^ +-- .+\n)+) +(\w+)", re.MULTILINE)
+"""A column of a message, below the lines of its comment: those columns have no COMMENT."""
 
 
 def page(connection: psycopg.Connection[Any]) -> str:
@@ -101,6 +91,10 @@ def page(connection: psycopg.Connection[Any]) -> str:
 
 def _sending(connection: psycopg.Connection[Any]) -> str:
     columns = {name: rest for name, *rest in fetch(connection, COLUMNS, {"table": "saf.outbox"})}
+    texts = {
+        name: " ".join(re.split(r"\s+-- ", text)).strip()
+        for text, name in COLUMN.findall(MESSAGE.read_text())
+    }
     written = [
         "## Send by INSERT\n\nA plain INSERT into `saf.outbox` is a correct send, from any "
         f"language or a trigger. A role with `saf grant --role {Kind.WRITER}` may set these "
@@ -109,7 +103,7 @@ def _sending(connection: psycopg.Connection[Any]) -> str:
     for name in SENT:
         type_, needed, default, _ = columns[name]
         default = f"`{default}`" if default else "required" if needed else ""
-        written.append(f"| `{name}` | {type_} | {default} | {TEXTS[name]} |")
+        written.append(f"| `{name}` | {type_} | {default} | {texts[name]} |")
     written.append("\nThe database refuses a row that one of these constraints does not let in:\n")
     for name, definition, comment in fetch(connection, CHECKS):
         written.append(f"- `{name}`{': ' + comment if comment else ''}\n")

@@ -17,7 +17,6 @@ import psycopg
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
-from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 
 from saf.database import HAS_SCHEMA, REVISION, SCHEMA_REVISION, Dsn
@@ -26,37 +25,45 @@ from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS
 
 OLDEST_SERVER = 150000
 
+BASELINE = "0037"
+"""The revision that creates the whole schema."""
+BEFORE_BASELINE = "0036"
+"""The last of the steps that `BASELINE` replaces. Both have the same schema."""
+TAKE_FOR_BASELINE = f"UPDATE saf.alembic_version SET version_num = '{BASELINE}'"
+TOO_OLD = (
+    "database {database!r} has saf schema {revision}, which no release had, and which cannot be "
+    f"upgraded: let a checkout that has revision {BEFORE_BASELINE} migrate it first. Or forward "
+    "its messages with the version that made it, run DROP SCHEMA saf CASCADE, and migrate again"
+)
+
 SERVER = """
 SELECT current_setting('server_version_num')::int, current_setting('server_version'),
        current_setting('server_encoding'), current_database()
 """
 
 
-def migrate(dsn: Dsn, shards: int | None = None, revision: str = "head") -> None:
-    """Upgrade a database to ``revision``, creating the schema if it is missing.
+def migrate(dsn: Dsn, shards: int | None = None) -> None:
+    """Upgrade a database to the newest revision, creating the schema if it is missing.
 
     Args:
         dsn: the database; its user needs CREATE on it for the first migration, and must own the
             schema for later ones.
         shards: 1 to 1024, for the first migration (default 64); later the same number or None.
-        revision: of the migrations; only tests need another than the newest.
 
     Raises:
-        ConfigurationError: the number of shards, the user's rights, or the server is unsuitable.
+        ConfigurationError: the number of shards, the user's rights, or the server is unsuitable,
+            or the database is older than the first revision.
         SchemaMismatch: the database is newer than this library.
         RowsGone: its tables exist without their rows, as in a copy of the schema alone.
         Unavailable: the server does not answer, or ended the migration; nothing has changed.
     """
     if shards is not None:
         shards = checked_shards(shards)
-    settings = config(dsn, shards)
     try:
-        command.upgrade(settings, revision)
+        command.upgrade(config(dsn, shards), "head")
     except CommandError as error:
-        if isinstance(error.__cause__, SafError):
-            raise error.__cause__ from None
-        _refuse_newer(settings, dsn)
-        raise ConfigurationError(f"no such revision: {revision} ({error})") from None
+        cause = error.__cause__
+        raise (cause if isinstance(cause, SafError) else ConfigurationError(str(error))) from None
     except sa.exc.DBAPIError as error:
         raise _explained(error, dsn) from error
 
@@ -90,10 +97,14 @@ def checked_shards(asked: object) -> int:
 
 
 def settle(connection: sa.Connection, asked: int | None) -> int:
-    """Return the database's number of shards: its own if it is migrated, else ``asked``.
+    """Check that a database can be migrated; return its own number of shards, or else ``asked``.
+
+    A database at `BEFORE_BASELINE` is taken for one at `BASELINE`.
 
     Raises:
-        ConfigurationError: the server is unsuitable, or ``asked`` differs from the existing number.
+        ConfigurationError: the server is unsuitable, ``asked`` differs from the existing number, or
+            the schema is older than `BEFORE_BASELINE`.
+        SchemaMismatch: the schema is newer than this library.
         RowsGone: the schema exists without saf's own rows.
     """
     number, version, encoding, database = connection.exec_driver_sql(SERVER).one()
@@ -105,8 +116,16 @@ def settle(connection: sa.Connection, asked: int | None) -> int:
             f"database {database!r} is encoded in {encoding}: saf needs one with ENCODING 'UTF8'"
         )
     exists = connection.exec_driver_sql(HAS_SCHEMA).scalar()
-    if exists and not connection.exec_driver_sql(SCHEMA_REVISION).all():
-        raise RowsGone(database, ["saf.alembic_version is empty"])
+    if exists:
+        revision = connection.exec_driver_sql(SCHEMA_REVISION).scalar()
+        if revision is None:
+            raise RowsGone(database, ["saf.alembic_version is empty"])
+        if revision == BEFORE_BASELINE:
+            connection.exec_driver_sql(TAKE_FOR_BASELINE)
+        elif revision < BASELINE:
+            raise ConfigurationError(TOO_OLD.format(database=database, revision=revision))
+        elif revision > REVISION:
+            raise SchemaMismatch(database, revision, REVISION)
     found = None
     if connection.exec_driver_sql("SELECT to_regclass('saf.broker')").scalar():
         found = connection.exec_driver_sql("SELECT shards FROM saf.broker").scalar()
@@ -124,17 +143,6 @@ def _scripts() -> Path:
     package = Path(__file__).parents[1]
     in_wheel = package / "migrations"
     return in_wheel if in_wheel.is_dir() else package.parent / "migrations"
-
-
-def _refuse_newer(settings: Config, dsn: Dsn) -> None:
-    with dsn.connect(role="migrate") as connection:
-        row = connection.execute("SELECT to_regclass('saf.alembic_version')::text").fetchone()
-        if not row or not row[0]:
-            return
-        row = connection.execute("SELECT version_num FROM saf.alembic_version").fetchone()
-    known = {script.revision for script in ScriptDirectory.from_config(settings).walk_revisions()}
-    if row and row[0] not in known:
-        raise SchemaMismatch(dsn.database, row[0], REVISION)
 
 
 def _explained(error: sa.exc.DBAPIError, dsn: Dsn) -> Exception:

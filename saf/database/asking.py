@@ -20,11 +20,11 @@ from psycopg.rows import tuple_row
 from saf.database.sqlstates import Meaning, meaning, translated
 from saf.errors import Rejected, RowsGone, SchemaMismatch, SchemaMissing
 
-REVISION = "0036"
+REVISION = "0037"
 """The Alembic revision of the schema that this library reads and writes."""
 SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
 # Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.
-# Alembic's table outlives a downgrade to the beginning.
+# Two tables, because Alembic's may outlive saf's own.
 HAS_SCHEMA = """
 SELECT count(*) = 2
 FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace

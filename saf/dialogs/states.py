@@ -1,8 +1,9 @@
 """The states of a dialog's endpoint, and the events that change them. Pure.
 
-The states are Service Broker's, with readable names. The database does not store the state. It
-computes it (`STATE`) from stored facts: the numbers sent and received, the ends that have ended,
-and any error. Each event changes one fact; the table below shows the result.
+The states are Service Broker's, with readable names. No statement sets the state: the server
+computes the column ``state`` of saf.conversation from facts, which are the numbers sent and
+received, the ends that have ended, and any error. Each event changes one fact; the table below
+shows the result.
 """
 
 from __future__ import annotations
@@ -100,15 +101,3 @@ def after(state: State, event: Event) -> State | None:
     (<State.DISCONNECTED_OUTBOUND: 'disconnected_outbound'>, None)
     """
     return TRANSITIONS[state].get(event)
-
-
-STATE = """CASE
-    WHEN ended_here AND (ended_there OR error_code IS NOT NULL) THEN 'closed'
-    WHEN error_code IS NOT NULL THEN 'error'
-    WHEN ended_here THEN 'disconnected_outbound'
-    WHEN ended_there THEN 'disconnected_inbound'
-    WHEN is_initiator AND send_sequence = 0 THEN 'started_outbound'
-    WHEN NOT is_initiator AND receive_sequence = 0 THEN 'started_inbound'
-    ELSE 'conversing'
-END"""
-"""SQL expression of the state, computed from an endpoint's facts."""

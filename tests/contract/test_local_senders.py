@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
-from uuid import UUID
 
 import psycopg
 import pytest
-from alembic import command
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 import saf
 from saf import Outbox
 from saf.broker.grants import Kind, grant
-from saf.broker.migrate import config
 from saf.broker.senders import add_senders, remove_senders
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
@@ -169,17 +166,3 @@ def test_an_old_snapshot_does_not_vouch_by_rules_that_are_gone(shop: Dsn, writer
             by_insert(old, None)
     (one,) = receive(shop)
     assert one.verified_from == verified(shop)
-
-
-def test_a_route_that_is_local_already_vouches_from_the_migration_on(
-    shop: Dsn, writer: Dsn
-) -> None:
-    command.downgrade(config(shop), "0031")
-    with connect(writer) as connection:
-        by_insert(connection, HEADERS)
-    command.upgrade(config(shop), "head")
-    with connect(writer) as connection:
-        by_insert(connection, HEADERS)
-    before, after = (message.verified_from for message in receive(shop))
-    assert before == saf.VerifiedFrom(broker=UUID(FORGED["broker"]), service="bank"), "as it was"
-    assert after is None

@@ -186,7 +186,7 @@ def summary(verdicts: Sequence[Verdict], chosen: int) -> int:
 def folder(file: str) -> str:
     """The folder of saf that a file is in, or who it belongs to otherwise.
 
-    >>> folder("saf/log/cursor.py"), folder("saf/message.py"), folder("migrations/versions/1.py")
+    >>> folder("saf/log/cursor.py"), folder("saf/message.py"), folder("migrations/baseline/log.sql")
     ('saf/log', 'saf', 'migrations')
     >>> folder("saf/destinations/kafka/server.py")
     'saf/destinations'

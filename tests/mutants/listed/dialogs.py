@@ -351,9 +351,10 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a closed end is in another state",
-        "saf/dialogs/states.py",
+        "migrations/baseline/dialogs.sql",
         "WHEN ended_here AND (ended_there OR error_code IS NOT NULL) THEN 'closed'",
         "WHEN ended_here AND ended_there THEN 'closed'",
-        "migration/test_migrations.py",
+        "contract/test_dialog_model.py::"
+        "test_the_state_that_the_database_finds_is_that_of_the_table",
     ),
 ]

@@ -598,10 +598,27 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a copy of the schema alone is sent round and round",
         "saf/broker/migrate.py",
-        "if exists and not connection.exec_driver_sql(SCHEMA_REVISION).all():",
-        "if False:",
+        "        if revision is None:\n"
+        '            raise RowsGone(database, ["saf.alembic_version is empty"])\n'
+        "        if revision == BEFORE_BASELINE:",
+        "        if revision is None:\n            pass\n        elif revision == BEFORE_BASELINE:",
         "migration/test_migrations.py::"
         "test_a_copy_of_the_schema_alone_is_told_what_to_do_whoever_asks",
+    ),
+    mutant(
+        "a database at the last step before the baseline is not taken for one at it",
+        "saf/broker/migrate.py",
+        "        if revision == BEFORE_BASELINE:\n",
+        "        if False:\n",
+        "migration/test_migrations.py::"
+        "test_the_last_step_before_the_first_revision_is_taken_for_it",
+    ),
+    mutant(
+        "a database at an older step is not told the way out",
+        "saf/broker/migrate.py",
+        "elif revision < BASELINE:",
+        "elif False:",
+        "migration/test_migrations.py::test_an_older_step_is_refused_with_the_way_out",
     ),
     mutant(
         "a file of settings is read as the locale says",

@@ -25,7 +25,7 @@ OF_SQL = "spark/test_expressions.py"
 
 LOCAL, OF_LOCAL = "saf/routing/local.py", "contract/test_local_routes.py"
 VOUCHED, OF_VOUCHED = (
-    "migrations/versions/0032_vouched_locally.py",
+    "migrations/baseline/routing.sql",
     "contract/test_local_senders.py",
 )
 
@@ -114,7 +114,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "anybody may make triggers that store in the inbox",
-        "migrations/versions/0023_local_routes.py",
+        VOUCHED,
         "REVOKE ALL ON FUNCTION saf.store_locally FROM PUBLIC;\n",
         "",
         f"{OF_LOCAL}::test_rules_of_senders_hold",

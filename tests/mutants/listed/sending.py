@@ -14,7 +14,7 @@ ENCODING = "saf/sending/encoding.py"
 MESSAGES, DSN = "unit/test_message.py", "unit/test_dsn.py"
 ENTRANCE, SENT = "integration/test_entrance.py", "integration/test_outbox.py"
 
-ACCEPTED = "migrations/versions/0028_accepted_soon.py"
+ACCEPTED = "migrations/baseline/log.sql"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -83,7 +83,7 @@ MUTANTS: list[Mutant] = [
         ACCEPTED,
         "       AND (key IS NULL OR pg_catalog.octet_length(key) OPERATOR(pg_catalog.<=) 1024)\n",
         "",
-        "migration/test_accept.py::test_what_an_outbox_refuses_is_told_by_the_name_of_a_constraint",
+        "migration/test_accept.py::test_what_a_log_refuses_is_told_by_the_name_of_a_constraint",
     ),
     mutant(
         "a sender's own operator says what is accepted",

@@ -1,0 +1,181 @@
+-- Messages that could not be delivered or handled: parked in order, to be tried again, or dead,
+-- until an operator decides. What waits for the same thing is a lane: destination, kind, subject,
+-- broker; saf.setaside.lane lists all kinds.
+
+CREATE TABLE saf.parked (
+    parked_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    subscription_id integer NOT NULL REFERENCES saf.subscription ON DELETE CASCADE,
+    destination text DEFAULT '' NOT NULL,
+    shard smallint NOT NULL,
+    id bigint NOT NULL, -- in its log
+{message},
+    parked_at timestamptz DEFAULT now() NOT NULL,
+    kind text DEFAULT 'main' NOT NULL,
+    quality text, -- of its route
+    batch bigint NOT NULL,
+    position bigint NOT NULL,
+    opened_at timestamptz DEFAULT now(),
+    subject text DEFAULT '' NOT NULL,
+    broker uuid DEFAULT 'ffffffff-ffff-ffff-ffff-ffffffffffff' NOT NULL,
+    source uuid,
+    CONSTRAINT parked_lane_possible CHECK (
+        kind IN ('main', 'service', 'route', 'retry', 'replay', 'found_route', 'found_retry',
+                 'found_replay', 'doubt', 'key', 'later', 'ahead')
+        AND (subject = '' OR kind IN ('service', 'route', 'found_route', 'key', 'later', 'ahead'))
+        AND (broker = 'ffffffff-ffff-ffff-ffff-ffffffffffff' OR kind IN ('route', 'found_route')))
+);
+CREATE INDEX parked_lane ON saf.parked (subscription_id, destination, kind, subject, broker, id);
+CREATE INDEX parked_later ON saf.parked (subscription_id, destination, subject, deliver_at, id)
+    WHERE kind = 'later';
+CREATE INDEX parked_expiring ON saf.parked (subscription_id, expires_at)
+    WHERE kind = 'route' AND expires_at IS NOT NULL;
+COMMENT ON TABLE saf.parked IS 'set aside in order, to be tried again';
+COMMENT ON COLUMN saf.parked.kind IS
+    'of the lane: messages that wait for the same thing, in order; see saf.setaside.lane';
+COMMENT ON COLUMN saf.parked.batch IS 'with position: what the lane''s watermark is compared with';
+COMMENT ON COLUMN saf.parked.opened_at IS
+    'of its batch; of what is sent again, or has found a route, when that was: tells the mark of a '
+    'lane from another of the same number';
+COMMENT ON COLUMN saf.parked.subject IS
+    'the service, key, shard or conversation that the lane is of';
+COMMENT ON COLUMN saf.parked.broker IS
+    'that the messages of the lane are addressed to; all ones where they are to none';
+COMMENT ON COLUMN saf.parked.source IS 'of what a receiver has set aside, as in the inbox';
+
+CREATE TABLE saf.backoff (
+    subscription_id integer REFERENCES saf.subscription ON DELETE CASCADE,
+    destination text,
+    kind text DEFAULT 'main',
+    attempts integer DEFAULT 0 NOT NULL,
+    next_attempt_at timestamptz DEFAULT now() NOT NULL,
+    error text NOT NULL, -- of the last attempt
+    since timestamptz DEFAULT now() NOT NULL,
+    shard smallint,
+    subject text DEFAULT '',
+    broker uuid DEFAULT 'ffffffff-ffff-ffff-ffff-ffffffffffff',
+    awaits_handler boolean DEFAULT false NOT NULL,
+    message_type text,
+    needs_operator boolean DEFAULT false NOT NULL,
+    PRIMARY KEY (subscription_id, destination, kind, subject, broker),
+    CONSTRAINT backoff_lane_possible CHECK (
+        kind IN ('main', 'service', 'route', 'retry', 'replay', 'found_route', 'found_retry',
+                 'found_replay', 'doubt', 'key', 'later', 'ahead')
+        AND (subject = '' OR kind IN ('service', 'route', 'found_route', 'key', 'later', 'ahead'))
+        AND (broker = 'ffffffff-ffff-ffff-ffff-ffffffffffff' OR kind IN ('route', 'found_route'))),
+    -- a lane that waits for a handler has no next attempt, so it is never taken for due
+    CONSTRAINT backoff_awaits_possible CHECK (
+        CASE WHEN awaits_handler
+             THEN kind = 'key' AND shard IS NOT NULL
+                  AND next_attempt_at = '9999-01-01 00:00:00+00'
+             ELSE message_type IS NULL END)
+);
+CREATE INDEX backoff_key ON saf.backoff (subscription_id, next_attempt_at) WHERE shard IS NOT NULL;
+-- Over a digest, because index rows are bounded and message types from other writers are not
+CREATE INDEX backoff_awaits_handler
+    ON saf.backoff (subscription_id, hashtextextended(message_type, 0), since) WHERE awaits_handler;
+COMMENT ON TABLE saf.backoff IS 'lanes that wait: when they are tried next, shared by all members';
+COMMENT ON COLUMN saf.backoff.kind IS
+    'of the lane: messages that wait for the same thing, in order; see saf.setaside.lane';
+COMMENT ON COLUMN saf.backoff.shard IS
+    'of a lane that holds the messages of one key, for a receiver; NULL for the others';
+COMMENT ON COLUMN saf.backoff.subject IS
+    'the service, key, shard or conversation that the lane is of';
+COMMENT ON COLUMN saf.backoff.broker IS
+    'that the messages of the lane are addressed to; all ones where they are to none';
+COMMENT ON COLUMN saf.backoff.awaits_handler IS
+    'whether the lane waits until a receiver comes that handles its first message';
+COMMENT ON COLUMN saf.backoff.message_type IS
+    'of that message, if it has one; NULL where the lane waits for something else';
+COMMENT ON COLUMN saf.backoff.needs_operator IS
+    'whether the last attempt failed for a reason that only an operator can remove';
+
+CREATE TABLE saf.rejecting (
+    subscription_id integer REFERENCES saf.subscription ON DELETE CASCADE,
+    destination text,
+    messages integer NOT NULL,
+    PRIMARY KEY (subscription_id, destination),
+    CONSTRAINT rejecting_counted CHECK (messages > 0)
+);
+COMMENT ON TABLE saf.rejecting IS
+    'how many messages a destination has rejected in a row; no row: none';
+
+CREATE TABLE saf.taken_out (
+    subscription_id integer REFERENCES saf.subscription ON DELETE CASCADE,
+    destination text,
+    kind text DEFAULT 'main',
+    subject text DEFAULT '',
+    broker uuid DEFAULT 'ffffffff-ffff-ffff-ffff-ffffffffffff',
+    shard smallint,
+    opened_at timestamptz,
+    taken_out_at timestamptz DEFAULT now() NOT NULL,
+    PRIMARY KEY (subscription_id, destination, kind, subject, broker, shard, opened_at)
+);
+COMMENT ON TABLE saf.taken_out IS
+    'what people took out of lanes: it may be stored at the destination, whose answer got lost';
+COMMENT ON COLUMN saf.taken_out.kind IS
+    'of the lane: messages that wait for the same thing, in order; see saf.setaside.lane';
+COMMENT ON COLUMN saf.taken_out.subject IS
+    'the service, key, shard or conversation that the lane is of';
+COMMENT ON COLUMN saf.taken_out.broker IS
+    'that the messages of the lane are addressed to; all ones where they are to none';
+COMMENT ON COLUMN saf.taken_out.opened_at IS 'as in saf.parked';
+
+CREATE TABLE saf.dead_letter (
+    dead_letter_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    subscription_id integer NOT NULL REFERENCES saf.subscription ON DELETE CASCADE,
+    destination text DEFAULT '' NOT NULL,
+    shard smallint NOT NULL,
+    id bigint NOT NULL, -- in its log
+{message},
+    dead_letter_at timestamptz DEFAULT now() NOT NULL,
+    reason text NOT NULL, -- a word, e.g. rejected
+    error text NOT NULL
+);
+COMMENT ON TABLE saf.dead_letter IS 'set aside for a person: not tried again by itself';
+
+CREATE TABLE saf.dropped (
+    subscription_id integer REFERENCES saf.subscription ON DELETE CASCADE,
+    shard smallint,
+    reason text,
+    messages bigint NOT NULL,
+    last_message_id uuid NOT NULL,
+    last_at timestamptz DEFAULT now() NOT NULL,
+    PRIMARY KEY (subscription_id, shard, reason),
+    CONSTRAINT dropped_counted CHECK (reason <> '' AND messages > 0)
+) WITH (fillfactor = 60); -- only the shard's owner counts here, so no writer waits for a row lock
+COMMENT ON TABLE saf.dropped IS
+    'how many messages a subscription took without handing them on, and why';
+COMMENT ON COLUMN saf.dropped.last_message_id IS 'to look for it in the log';
+
+CREATE TABLE saf.audit (
+    audit_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    audit_at timestamptz DEFAULT now() NOT NULL,
+    who text DEFAULT session_user NOT NULL,
+    action text NOT NULL, -- a word, e.g. retry
+    message_ids uuid[] NOT NULL,
+    why text NOT NULL, -- as the person has said
+    person text
+);
+COMMENT ON TABLE saf.audit IS 'what people did to messages that were set aside';
+COMMENT ON COLUMN saf.audit.person IS 'whom a program acted for; NULL: nobody else';
+
+-- For humans. The forwarder never reads a row's state: the cursors have it.
+CREATE VIEW saf.outbox_status AS
+SELECT o.id, o.shard, o.message_id, o.to_service, o.key, o.message_type, o.created_at,
+       CASE
+           WHEN EXISTS (SELECT FROM saf.parked p
+                        WHERE p.subscription_id = c.subscription_id
+                          AND p.message_id = o.message_id) THEN 'parked'
+           WHEN EXISTS (SELECT FROM saf.dead_letter d
+                        WHERE d.subscription_id = c.subscription_id
+                          AND d.message_id = o.message_id) THEN 'dead'
+           WHEN pg_visible_in_snapshot(o.txid, c.done)
+             OR c.open IS NOT NULL AND pg_visible_in_snapshot(o.txid, c.open)
+                AND o.id <= c.position THEN 'forwarded'
+           ELSE 'pending'
+       END AS status
+FROM saf.outbox o
+JOIN saf.subscription s ON s.log = 'outbox' AND s.name = 'forwarder'
+JOIN saf.cursor c ON c.subscription_id = s.subscription_id AND c.shard = o.shard;
+COMMENT ON VIEW saf.outbox_status IS
+    'each message of the outbox: pending, forwarded, parked or dead';
