@@ -23,7 +23,6 @@ from saf.cli import (
     broker,
     contract,
     dead,
-    demo,
     destination,
     dialog,
     doctor,
@@ -69,6 +68,7 @@ from saf.database import REVISION
 from saf.errors import SafError
 from saf.tracing import carried
 from saf.tracing.log_lines import trace_ids
+from saf_demo.command import command as demo
 
 
 def _say_version(wanted: bool) -> None:
@@ -134,7 +134,7 @@ app.command("reconcile")(reconcile.command)
 app.command("replay")(replay.command)
 app.command("rebase")(rebase.command)
 app.command("doctor")(doctor.command)
-app.command("demo")(demo.command)
+app.command("demo")(demo)
 
 
 def program() -> None:

@@ -18,7 +18,7 @@ from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.planting import Fate, Verdict
 
 FILE = Path("build/mutants.jsonl")
-GROUND = ("saf/**/*.py", "migrations/**/*.py", "tests/*.py", "tests/*/conftest.py")
+GROUND = ("saf/**/*.py", "saf_demo/*.py", "migrations/**/*.py", "tests/*.py", "tests/*/conftest.py")
 """What all tests rest on."""
 JUDGED = (Fate.CAUGHT, Fate.SURVIVED)
 """Fates that tests have decided about."""
