@@ -21,7 +21,7 @@ import typer
 from saf.broker.grants import Kind, grant
 from saf.broker.services import OWN, create_subscription, remove_subscription, services
 from saf.cli.console import echo
-from saf.cli.migrate import warn_of_search_path
+from saf.cli.schema import warn_of_search_path
 from saf.config import DEFAULT_FILE, Settings, load
 from saf.database import HAS_SCHEMA, REVISION, Dsn, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, MissingExtra, SafError

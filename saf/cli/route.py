@@ -1,4 +1,4 @@
-"""``saf route``: where messages go."""
+"""``saf route`` and ``saf topic``: where messages go, and which of them go to all destinations."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from saf.routing.matching import Route
 from saf.routing.routes import Configuration, Configured, describe
 
 app = typer.Typer(no_args_is_help=True, help="Routes: which messages go where.")
+topics = typer.Typer(no_args_is_help=True, help="Topics: services that go to every destination.")
 
 ANY = "(any)"
 NEXT_BATCH = "from the next batch on"
@@ -39,6 +40,7 @@ ToBroker = Annotated[
     UUID | None,
     typer.Option(metavar="UUID", help="Of messages for this broker_id. Default: any broker."),
 ]
+Topic = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
 
 
 @app.command()
@@ -222,6 +224,54 @@ def explain_(
             show_explanation(where, explanation)
     lost = any(explanation.lost for explanation in found.values())
     round_.finish(say=not as_json, found=Unroutable.exit_code if lost else 0)
+
+
+@topics.command("add")
+def add_topic(name: Topic, config: Config = None, broker: Name = None) -> None:
+    """Make a service a topic.
+
+    Its messages go to all destinations of its routes.
+    """
+    round_ = Round(chosen(load(config), broker))
+    for where, added in round_.visit(
+        "route", lambda connection, _: routes.add_topic(connection, name)
+    ).items():
+        done = "is a topic from the next batch on" if added else "is a topic already"
+        echo(f"{where}: {name} {done}")
+    round_.finish(say=True)
+
+
+@topics.command("list")
+def list_topics(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+    """Show the topics, and where a message of each goes now."""
+    settings = load(config)
+    round_ = Round(chosen(settings, broker))
+    rows = []
+    for where, configuration in configured(round_, settings).items():
+        for name in sorted(configuration.topics):
+            match = configuration.in_force.match(name, None)
+            rows.append((where, name, match.destinations if match else ()))
+    if as_json:
+        found = [{"broker": w, "topic": n, "destinations": list(d)} for w, n, d in rows]
+        echo(json.dumps({"topics": found, "errors": round_.errors()}))
+    else:
+        listing = Listing("broker", "topic", below="destinations")
+        for where, name, destinations in rows:
+            listing.add(where, name, below=", ".join(destinations) or "none")
+        listing.show()
+    round_.finish(say=not as_json)
+
+
+@topics.command("remove")
+def remove_topic(name: Topic, config: Config = None, broker: Name = None) -> None:
+    """Make a topic an ordinary service again.
+
+    Its most specific routes share its messages.
+    """
+    round_ = Round(chosen(load(config), broker))
+    for where in round_.visit("route", lambda connection, _: routes.remove_topic(connection, name)):
+        echo(f"{where}: {name} is no longer a topic, from the next batch on")
+    round_.finish(say=True)
 
 
 def configured(round_: Round, settings: Settings) -> dict[str, Configuration]:
