@@ -233,12 +233,13 @@ def _wait_for(
 def _own(folder: Path) -> TextIO:
     """Lock a folder, after stopping a server that a killed demo has left there.
 
-    The server inherits the lock and keeps it until its last process has ended.
+    The lock is a file beside the folder, so it outlives the folder. The server inherits the lock,
+    and keeps it until its last process has ended.
 
     Raises:
         UsageError: the earlier server does not end.
     """
-    lock = (folder / "lock").open("a+")
+    lock = folder.with_name(f"{folder.name}.lock").open("a+")
     deadline, told = time.monotonic() + START_SECONDS, False
     while True:
         try:
