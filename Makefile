@@ -37,7 +37,7 @@ static: $(VENV)/.installed ## format, lint and types, without a test
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m bandit --quiet --configfile pyproject.toml --severity-level medium \
-	--recursive saf migrations jobs airflow/saf_airflow packaging
+	--recursive saf saf_demo migrations jobs airflow/saf_airflow packaging
 	$(PY) -m mypy
 
 check: WORKERS := 3

@@ -27,6 +27,7 @@ from benchmarks.peers.relays import Relays
 from benchmarks.stage import READ_AGAIN, Stage, execute, per_second
 from saf.config import Settings, load
 from saf.database import fetch
+from saf_demo.kinds import serve
 
 MESSAGES = 200_000
 ROUNDS = 5
@@ -54,10 +55,8 @@ def run(stage: Stage, spark: SparkContext) -> None:
 
 def redis_streams(stage: Stage, spark: SparkContext) -> None:
     """Notes redis_… ."""
-    from saf.demo import redis as server
-
     folder = Path(stage.server.data_dir).parent
-    with server.serve(folder / "redis") as there:
+    with serve("redis", folder / "redis") as there:
         import redis
 
         ((host, port),) = there.address.hosts
@@ -115,10 +114,8 @@ def _relayed(stage: Stage, server: str, client: Any) -> Iterator[Callable[[], fl
 
 def nats_stream(stage: Stage, spark: SparkContext) -> None:
     """Notes nats_… . The bare client has no batches, and the server syncs each of its messages."""
-    from saf.demo import nats as server
-
     folder = Path(stage.server.data_dir).parent
-    with server.serve(folder / "nats") as there:
+    with serve("nats", folder / "nats") as there:
         given = f'server = "{there.server}"\nstream = "FLIGHTS"\ntopic = "flights.{{service}}"'
         settings = _settings(stage, "nats", given)
         messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)[:SOME]]
@@ -152,10 +149,8 @@ def rabbitmq_queue(stage: Stage, spark: SparkContext, kind: str) -> None:
 
     The bare client confirms asynchronously, as fast as it can.
     """
-    from saf.demo import rabbitmq as server
-
     folder = Path(stage.server.data_dir).parent
-    with server.serve(folder / f"rabbitmq_{kind}") as there:
+    with serve("rabbitmq", folder / f"rabbitmq_{kind}") as there:
         settings = _settings(stage, "rabbitmq", f'server = "{there.server}"\ntopic = "flights"')
         messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)]
         import pika
@@ -211,12 +206,11 @@ def kafka_topics(stage: Stage, spark: SparkContext) -> None:
     from confluent_kafka import Producer
     from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined] # public
 
-    from saf.demo import kafka as server
     from saf.destinations.kafka.client import QUIET
     from saf.destinations.kafka.server import open_link
 
     folder = Path(stage.server.data_dir).parent
-    with server.serve(folder / "kafka") as there:
+    with serve("kafka", folder / "kafka") as there:
         given = f'brokers = "{there.brokers}"\ntopic = "flights.{{service}}"'
         settings = _settings(stage, "kafka", given)
         messages: list[Any] = [
@@ -257,11 +251,10 @@ def kafka_topics(stage: Stage, spark: SparkContext) -> None:
 
 def rabbitmq_stream(stage: Stage, spark: SparkContext) -> None:
     """Notes rabbitmq_stream_… . The bare client numbers its messages, as a careful one would."""
-    from saf.demo import rabbitmq_stream as server
     from saf.destinations.rabbitmq_stream.protocol import Command, text
 
     folder = Path(stage.server.data_dir).parent
-    with server.serve(folder / "rabbitmq_stream") as there:
+    with serve("rabbitmq_stream", folder / "rabbitmq_stream") as there:
         given = f'server = "{there.server}"\ntopic = "flights"'
         settings = _settings(stage, "rabbitmq_stream", given)
         messages = [(fields.pop("saf-body"), _texts(fields)) for fields in _fields(stage)]

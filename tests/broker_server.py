@@ -14,9 +14,9 @@ from pydantic import SecretStr
 
 from saf.database import Dsn
 from saf.destinations.https import Https
+from saf_demo.servers import free_port
 from tests import processes
 from tests.killable import Restartable
-from tests.redis_server import free_port
 from tests.waits import until
 
 SECRET = "whsec_" + "c2Vj" * 8

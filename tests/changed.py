@@ -92,7 +92,9 @@ def _tests_of(file: str) -> Iterator[str]:
     path = Path(file)
     if path.parts[0] == "tests" and path.suffix == ".py":
         yield from _files_upon(file)
-    elif path.parts[0] == "migrations" or (path.parts[0] == "saf" and path.suffix == ".py"):
+    elif path.parts[0] == "migrations" or (
+        path.parts[0] in ("saf", "saf_demo") and path.suffix == ".py"
+    ):
         yield from (
             f"tests/{test}"
             for mutants in PARTS.values()
@@ -100,7 +102,7 @@ def _tests_of(file: str) -> Iterator[str]:
             for test in mutant.tests
             if mutant.file == file
         )
-        yield from _of_module(file) if path.parts[0] == "saf" else ["tests/migration"]
+        yield from ["tests/migration"] if path.parts[0] == "migrations" else _of_module(file)
     elif path.name != "CHANGELOG.md":
         # a page, an example, a unit of systemd: the tests that name it
         name = path.name if path.parts[0] != "examples" else "examples"
@@ -112,7 +114,7 @@ def _of_module(file: str) -> Iterator[str]:
     if Path(file).name != "__main__.py":
         yield f"{DOCTESTS}[{module}]"
     files = {test for test, imported in _imports().items() if module in imported and _is_test(test)}
-    if file.startswith("saf/cli/"):
+    if file.startswith(("saf/cli/", "saf_demo/command")):
         yield from OF_COMMANDS
         word = f'"{Path(file).stem.replace("_", "-")}"'
         files |= {test for test, text in _texts().items() if word in text}

@@ -15,9 +15,9 @@ from pathlib import Path
 import pyspark
 
 from saf.spark import java
+from saf_demo.servers import free_port
 from tests import short_lived
 from tests.programs import environment
-from tests.redis_server import free_port
 from tests.waits import until
 
 SUBMIT = Path(pyspark.__file__).parent / "bin" / "spark-submit"

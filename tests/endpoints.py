@@ -19,6 +19,7 @@ import uvicorn
 from saf.database import Dsn, fetch
 from saf.dispatch.dispatcher import Dispatcher, run
 from saf.dispatch.settings import Endpoint
+from saf_demo.servers import free_port
 from tests.certificates import certificate as make_certificate
 from tests.needed import needed
 from tests.pipeline import connect
@@ -213,9 +214,7 @@ def behind_nginx(
     """
     program = needed("nginx", "nginx-light")
     certificate, key = make_certificate(folder)
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = free_port()
     text = NGINX.format(
         user="user root;" if os.geteuid() == 0 else "",
         folder=folder,

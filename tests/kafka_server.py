@@ -19,14 +19,14 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from confluent_kafka.admin import AdminClient
 
 from saf.database.bounds import Bounds
-from saf.demo.kafka import broker, jars
 from saf.destinations.kafka import Kafka
 from saf.destinations.kafka.client import Voices, settings_of
+from saf_demo import servers
+from saf_demo.servers import free_port
 from tests.certificates import certificate
 from tests.killable import Killable, Restartable
 from tests.lossy import Lossy
-from tests.needed import absent, needed
-from tests.redis_server import free_port
+from tests.needed import installed
 from tests.waits import until
 
 BOUNDS = Bounds(statement_seconds=20, chunk_seconds=20)
@@ -55,16 +55,13 @@ class KafkaServer(Killable):
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        needed("java", "default-jre-headless")
-        if jars() is None:
-            absent("the broker of Kafka", "make kafka")
         if not self.port:
             self.port, self.sasl, self.tls = free_port(), free_port(), free_port()
             self.certificate = certificate(self.folder)
+        with installed():
+            command = servers.kafka(self.folder, self.port, self._settings())
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen(
-                broker(self.folder, self.port, self._settings()), stdout=log, stderr=log
-            )
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
         until(self.answers, seconds=120)
 
     def _settings(self) -> dict[str, str]:

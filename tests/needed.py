@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import pytest
+
+from saf_demo.servers import Missing
 
 EVERYWHERE = f"{os.environ.get('PATH', '')}:/usr/sbin"
 
@@ -22,6 +25,15 @@ def needed(program: str, package: str) -> str:
     if found is None:
         absent(program, f"{APT}{package}")
     return found
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """End the test if a server of `saf_demo.servers` is missing."""
+    try:
+        yield
+    except Missing as missing:
+        absent(missing.server, missing.install.partition(",")[0])
 
 
 def absent(what: str, install: str) -> NoReturn:

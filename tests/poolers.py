@@ -16,6 +16,7 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 
 from saf.database import Dsn
+from saf_demo.servers import free_port
 from tests.needed import needed
 
 CONFIGURATION = """
@@ -40,8 +41,7 @@ class PgBouncer:
 
     def __init__(self, server: Dsn, mode: str, size: int = 1) -> None:
         program = needed("pgbouncer", "pgbouncer")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = int(free.getsockname()[1])
+        self._port = free_port()
         self._folder = Path(tempfile.mkdtemp(prefix="saf-pgbouncer-"))
         self._folder.chmod(0o755)
         file = self._folder / "pgbouncer.ini"

@@ -22,18 +22,21 @@ from saf.destinations.rabbitmq_stream.protocol import (
     StreamError,
 )
 from saf.destinations.rabbitmq_stream.reading import entries
+from saf_demo import servers
+from saf_demo.servers import free_port
 from tests.killable import Restartable
-from tests.needed import needed
-from tests.redis_server import free_port
+from tests.needed import installed
 from tests.waits import until
 
 BOUNDS = Bounds(statement_seconds=30)
 TOPICS = ("billing", "shipping", "prices", "all")
-PROGRAM = "/usr/lib/rabbitmq/bin/rabbitmq-server"
-"""What Debian's own program becomes root's user rabbitmq for."""
+SETTINGS = {
+    "stream.frame_max": str(128 << 20),
+    "disk_free_limit.absolute": "1MB",
+    "vm_memory_high_watermark.relative": "0.9",
+}
 CONTROL = "/usr/lib/rabbitmq/bin/rabbitmqctl"
-COOKIE = "saf"
-ERLANG = f"+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none -setcookie {COOKIE}"
+ERLANG = "+S 1:1 +sbwt none +sbwtdcpu none +sbwtdio none"
 
 
 @dataclass(kw_only=True)
@@ -49,8 +52,6 @@ class RabbitmqServer(Restartable):
     login: tuple[str, str] = ("guest", "guest")
     """Who the test is."""
     process: subprocess.Popen[bytes] | None = None
-    _mapper: subprocess.Popen[bytes] | None = None
-    _ports: list[int] = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -59,55 +60,20 @@ class RabbitmqServer(Restartable):
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        needed("rabbitmq-server", "rabbitmq-server")
         self.port, self.queues = self.port or free_port(), self.queues or free_port()
-        self._ports = self._ports or [free_port(), free_port()]
-        node, mapper = (str(port) for port in self._ports)
-        given = {
-            "listeners.tcp.1": f"127.0.0.1:{self.queues}",
-            "stream.listeners.tcp.1": f"127.0.0.1:{self.port}",
-            "stream.advertised_host": "127.0.0.1",
-            "stream.advertised_port": str(self.port),
-            "stream.frame_max": str(128 << 20),
-            "disk_free_limit.absolute": "1MB",
-            "vm_memory_high_watermark.relative": "0.9",
-            "log.console": "false",
-            **self.settings,
-        }
-        fresh = not (self.folder / "data").exists()
-        lines = [f"{name} = {value}\n" for name, value in given.items()]
-        (self.folder / "rabbitmq.conf").write_text("".join(lines))
-        (self.folder / "enabled_plugins").write_text("[rabbitmq_stream].\n")
-        env = {
-            **os.environ,
-            "HOME": str(self.folder),
-            "ERL_EPMD_PORT": mapper,
-            "ERL_EPMD_ADDRESS": "127.0.0.1",
-            "RABBITMQ_NODENAME": f"saf-{node}@localhost",
-            "RABBITMQ_DIST_PORT": node,
-            "RABBITMQ_CONF_ENV_FILE": "/dev/null",
-            "RABBITMQ_CONFIG_FILE": str(self.folder / "rabbitmq.conf"),
-            "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.folder / "enabled_plugins"),
-            "RABBITMQ_MNESIA_BASE": str(self.folder / "data"),
-            "RABBITMQ_LOG_BASE": str(self.folder / "log"),
-            "RABBITMQ_PID_FILE": str(self.folder / "pid"),
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": ERLANG,
-        }
-        with (self.folder / "output").open("ab") as log:
-            if self._mapper is None:
-                self._mapper = subprocess.Popen(
-                    [needed("epmd", "erlang-base"), "-port", mapper, "-address", "127.0.0.1"],
-                    stdout=log,
-                    stderr=log,
-                )
-            self.process = subprocess.Popen(
-                [PROGRAM], env=env, stdout=log, stderr=log, start_new_session=True
+        fresh, mapper = not (self.folder / "data").exists(), free_port()
+        given = SETTINGS | self.settings
+        with installed():
+            command = servers.rabbitmq(
+                self.folder, self.queues, self.port, mapper=mapper, erlang=ERLANG, settings=given
             )
+        with (self.folder / "output").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         until(self.answers, seconds=120)
         if fresh:
-            self._settle(env)
+            self._settle(mapper)
 
-    def _settle(self, env: Mapping[str, str]) -> None:
+    def _settle(self, mapper: int) -> None:
         """Let its disk have who looks after its streams, or none is there again after a kill.
 
         The server makes that one with its first stream, and writes his name within minutes.
@@ -116,9 +82,10 @@ class RabbitmqServer(Restartable):
             channel.queue_declare("first", durable=True, arguments={"x-queue-type": "stream"})
             channel.queue_delete("first")
         written = "[ok = dets:sync(Table) || Table <- dets:all()], written."
-        by = [CONTROL, "-n", env["RABBITMQ_NODENAME"], "--erlang-cookie", COOKIE, "eval", written]
+        by = [CONTROL, "-n", servers.NODE, "--erlang-cookie", servers.COOKIE, "eval", written]
+        env = {"HOME": str(self.folder), "ERL_EPMD_PORT": str(mapper)}
         done = subprocess.run(
-            by, check=False, env=dict(env), capture_output=True, text=True, timeout=120
+            by, check=False, env=os.environ | env, capture_output=True, text=True, timeout=120
         )
         assert done.stdout.strip() == "written", done.stdout + done.stderr
 
@@ -150,7 +117,7 @@ class RabbitmqServer(Restartable):
 
     def streams(self) -> list[str]:
         """The names of its streams, by their folders, which say ``_`` for a dot."""
-        folders = (self.folder / "data" / f"saf-{self._ports[0]}@localhost" / "stream").glob("__*")
+        folders = (self.folder / "data" / servers.NODE / "stream").glob("__*")
         names = [one.name.removeprefix("__").rpartition("_")[0] for one in folders]
         return [name.replace("saf-marks_", "saf-marks.") for name in names]
 
@@ -186,10 +153,6 @@ class RabbitmqServer(Restartable):
                 os.killpg(self.process.pid, one)
             self.process.wait(timeout=60)
             self.process = None
-        if self._mapper is not None:
-            self._mapper.kill()
-            self._mapper.wait()
-            self._mapper = None
 
     def freeze(self) -> None:
         """Stop it where it is: it keeps its connections, and does nothing."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -12,18 +11,13 @@ from typing import Any
 
 import redis
 
+from saf_demo import servers
+from saf_demo.servers import free_port
 from tests.killable import Killable
-from tests.needed import needed
+from tests.needed import installed
 from tests.waits import until
 
-SETTINGS = {
-    "appendonly": "yes",
-    "appendfsync": "always",
-    "save": "",
-    "bind": "127.0.0.1",
-    "auto-aof-rewrite-percentage": "0",
-    "repl-diskless-sync-delay": "0",
-}
+SETTINGS = {"auto-aof-rewrite-percentage": "0", "repl-diskless-sync-delay": "0"}
 
 
 @dataclass(kw_only=True)
@@ -42,11 +36,11 @@ class RedisServer(Killable):
 
     def start(self, **settings: str) -> None:
         """Start it, and wait until it answers."""
-        program = needed("redis-server", "redis-server")
         self.port = self.port or free_port()
         self.settings |= settings
-        given = {**SETTINGS, "port": str(self.port), "dir": str(self.folder), **self.settings}
-        arguments = [part for name, value in given.items() for part in (f"--{name}", value)]
+        given = SETTINGS | self.settings
+        with installed():
+            program, *arguments = servers.redis(self.folder, self.port, given)
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [program, *self.options, *arguments], stdout=log, stderr=log
@@ -78,13 +72,6 @@ class RedisServer(Killable):
         """The fields of a stream's entries, in their order."""
         with closing(self.client(decode_responses=True)) as client:
             return [fields for _, fields in client.xrange(f"{{{tag}}}:{topic}")]
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @contextmanager

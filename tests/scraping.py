@@ -13,14 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 Series = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-    return port
-
-
 def scrape(port: int) -> str:
     """The page that is served on a port of this machine; empty if there is none yet."""
     try:

@@ -1,4 +1,4 @@
-"""The command ``saf``. One file per command; logic lives in the library.
+"""The command ``saf``. A file per command or group of commands; logic lives in the library.
 
 `saf.cli.console` defines the exit codes. A user's mistake gets one sentence on stderr and no
 traceback.
@@ -23,20 +23,16 @@ from saf.cli import (
     broker,
     contract,
     dead,
-    demo,
     destination,
     dialog,
     doctor,
     endpoint,
-    fleet,
     forward,
-    grant,
     inbox,
     init,
     members,
     message,
     metrics,
-    migrate,
     outbox,
     parked,
     purge,
@@ -45,11 +41,11 @@ from saf.cli import (
     replay,
     route,
     router,
+    schema,
     sender,
     service,
     status,
     subscription,
-    topic,
     transform,
     ui,
     worker,
@@ -69,6 +65,7 @@ from saf.database import REVISION
 from saf.errors import SafError
 from saf.tracing import carried
 from saf.tracing.log_lines import trace_ids
+from saf_demo.command import command as demo
 
 
 def _say_version(wanted: bool) -> None:
@@ -99,10 +96,10 @@ def options(
 
 
 app.command("init")(init.command)
-app.command("migrate")(migrate.command)
+app.command("migrate")(schema.migrate)
 app.command("apply")(apply.command)
 app.command("export")(apply.export)
-app.command("grant")(grant.command)
+app.command("grant")(schema.grant)
 app.add_typer(sender.app, name="sender")
 app.command("forward", epilog=in_words())(forward.command)
 app.command("status")(status.command)
@@ -113,9 +110,9 @@ app.command("worker")(worker.command)
 app.command("dispatch")(endpoint.command)
 app.add_typer(endpoint.app, name="endpoint")
 app.add_typer(broker.app, name="broker")
-app.add_typer(fleet.app, name="fleet")
+app.add_typer(broker.fleets, name="fleet")
 app.add_typer(route.app, name="route")
-app.add_typer(topic.app, name="topic")
+app.add_typer(route.topics, name="topic")
 app.add_typer(router.app, name="router")
 app.add_typer(transform.app, name="transform")
 app.add_typer(service.app, name="service")
@@ -134,7 +131,7 @@ app.command("reconcile")(reconcile.command)
 app.command("replay")(replay.command)
 app.command("rebase")(rebase.command)
 app.command("doctor")(doctor.command)
-app.command("demo")(demo.command)
+app.command("demo")(demo)
 
 
 def program() -> None:

@@ -1,4 +1,4 @@
-"""``saf broker``: the brokers in saf.toml, and their identities."""
+"""``saf broker`` and ``saf fleet``: brokers with their identities, and the members of fleets."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Annotated
 import typer
 
 from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
-from saf.cli.console import echo
+from saf.cli.console import Listing, echo
 from saf.cli.tables import Table
 from saf.config import Broker, Settings, load
 from saf.database import unavailable_if_lost
 from saf.errors import UsageError
+from saf.fleets import memory
 from saf.operating.status import Identity, identity
 from saf.operating.wording import counted
 from saf.repair.new_id import Renewed, give_new_id, place
 
 app = typer.Typer(no_args_is_help=True, help="Brokers: the databases with the schema saf.")
+fleets = typer.Typer(no_args_is_help=True, help="Members of fleets, and which are missing.")
 
 BROKERS = Table[tuple[list[str], Identity]](
     *("broker_id", "used as", "database", "shards", "schema", "PostgreSQL"),
@@ -111,6 +113,53 @@ def new_id(
                 "original: let its application end them here"
             )
     copy.finish(say=True)
+
+
+@fleets.command("list")
+def list_members(config: Config = None, as_json: AsJson = False) -> None:
+    """Show the members of fleets that forwarders have met.
+
+    A member that its fleet no longer lists is missing: its database was dropped or renamed, or
+    allows no connections.
+    """
+    settings = load(config)
+    registry = memory(settings)
+    known = registry.known(list(settings.fleets)) if registry is not None else []
+    if as_json:
+        rows = [
+            {
+                "member": member.name,
+                "fleet": member.fleet,
+                "broker_id": member.broker_id and str(member.broker_id),
+                "missing_since": member.missing_since,
+            }
+            for member in known
+        ]
+        echo(json.dumps({"members": rows}))
+        return
+    listing = Listing("member", "broker_id", "missing since")
+    for member in known:
+        listing.add(member.name, str(member.broker_id or ""), member.missing_since or "")
+    listing.show()
+
+
+@fleets.command()
+def forget(
+    members: Annotated[list[str], typer.Argument(metavar="FLEET/NAME…", help="The members.")],
+    *,
+    config: Config = None,
+) -> None:
+    """Forget members that are gone for good.
+
+    A member that its fleet still lists is remembered again by the next run.
+    """
+    registry = memory(load(config))
+    if registry is None:
+        raise UsageError("no destination of saf.toml is a broker, so no member is remembered")
+    for name in members:
+        if not registry.forget(name.partition("/")[0], name):
+            raise UsageError(f"no forwarder has met {name!r}: `saf fleet list` shows the members")
+        echo(f"{name} is forgotten")
 
 
 def _used_as(settings: Settings, name: str) -> list[str]:

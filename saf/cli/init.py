@@ -1,26 +1,40 @@
-"""``saf init``: two databases, a first message, and a saf.toml that explains itself."""
+"""``saf init``: two databases, a first message, and a saf.toml that explains itself.
+
+The first message is sent, forwarded and received, to show that the two databases are connected.
+This process forwards it, because Spark would take longer to start than everything else takes. It is
+sent only where nobody could mistake it for a real message: from an empty outbox to a broker without
+services. A temporary subscription receives it.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
+from uuid import uuid4
 
 import typer
 
 from saf.broker.grants import Kind, grant
+from saf.broker.services import OWN, create_subscription, remove_subscription, services
 from saf.cli.console import echo
-from saf.cli.migrate import warn_of_search_path
-from saf.config import DEFAULT_FILE, load
+from saf.cli.schema import warn_of_search_path
+from saf.config import DEFAULT_FILE, Settings, load
 from saf.database import HAS_SCHEMA, REVISION, Dsn, fetch, unavailable_if_lost
-from saf.demo.first_message import reason_against, send_first
-from saf.errors import ConfigurationError, MissingExtra
+from saf.errors import ConfigurationError, MissingExtra, SafError
+from saf.outbox import Outbox
 
 SOURCE, STORE = "shop", "mom"
 """The names of the two brokers in saf.toml."""
 
 VERSION = "SELECT current_setting('server_version')"
+
+SERVICE = f"{OWN}init"
+"""What the first message is addressed to."""
+SENT = "SELECT EXISTS (SELECT FROM saf.outbox), EXISTS (SELECT FROM saf.route)"
 
 
 def command(
@@ -142,9 +156,9 @@ def _template() -> Path:
 def _send(config: Path) -> None:
     settings = load(config)
     try:
-        against = reason_against(settings, SOURCE, STORE)
+        against = _reason_against(settings)
         if against is None:
-            seconds = send_first(settings, SOURCE, STORE)
+            seconds = _send_first(settings)
             echo(
                 f"sent a message at {SOURCE}, forwarded it, received it at {STORE}: {seconds:.1f} s"
             )
@@ -155,3 +169,58 @@ def _send(config: Path) -> None:
     echo(
         "next: send in your transaction (README.md), then `saf forward`; `saf service create NAME`"
     )
+
+
+def _reason_against(settings: Settings) -> str | None:
+    """Return the reason not to send a first message; None if it may be sent.
+
+    Raises:
+        MissingExtra: the packages for forwarding are not installed.
+    """
+    if find_spec("adbc_driver_postgresql") is None or find_spec("pyarrow") is None:
+        raise MissingExtra("forwarder", "forwarding it")
+    with settings.brokers[SOURCE].dsn.connect(role="init", autocommit=True) as connection:
+        ((messages, routes),) = fetch(connection, SENT)
+    with _store(settings).connect(role="init", autocommit=True) as connection:
+        served = bool(services(connection))
+    if messages or routes:
+        return f"the outbox of {SOURCE} is in use"
+    return f"{STORE} has services" if served else None
+
+
+def _send_first(settings: Settings) -> float:
+    """Send, forward and receive one message; return the seconds that this took.
+
+    Raises:
+        SafError: the message has not arrived; the error has the reasons.
+    """
+    from saf.forwarding.forwarder import Forwarder
+    from saf.forwarding.runner import InProcess
+    from saf.receiving.receive import receive
+
+    destination = _store(settings)
+    reader = f"{SERVICE}/{uuid4()}"
+    started = time.monotonic()
+    with destination.connect(role="init", autocommit=True) as connection:
+        create_subscription(connection, reader, service=None, start="now")
+    try:
+        with settings.brokers[SOURCE].dsn.connect(role="init") as connection:
+            sent = Outbox().send(connection, SERVICE, "the first message")
+        summary = Forwarder(settings, InProcess()).drain()
+        with receive(destination, reader) as delivery:
+            arrived = [message.message_id for message in delivery]
+    finally:
+        with destination.connect(role="init", autocommit=True) as connection:
+            remove_subscription(connection, reader, discard=True)
+    if sent not in arrived:
+        errors = [problem["error"] for problem in (*summary.problems, *summary.waiting)]
+        raise SafError(
+            f"the first message did not arrive: {'; '.join(errors) or 'for an unknown reason'}"
+        )
+    return time.monotonic() - started
+
+
+def _store(settings: Settings) -> Dsn:
+    dsn = settings.destinations[STORE].broker()
+    assert dsn is not None  # noqa: S101 - `saf init` writes a broker as destination
+    return dsn

@@ -1,4 +1,4 @@
-"""``saf route``: where messages go."""
+"""``saf route`` and ``saf topic``: where messages go, and which of them go to all destinations."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from saf.routing.matching import Route
 from saf.routing.routes import Configuration, Configured, describe
 
 app = typer.Typer(no_args_is_help=True, help="Routes: which messages go where.")
+topics = typer.Typer(no_args_is_help=True, help="Topics: services that go to every destination.")
 
 ANY = "(any)"
 NEXT_BATCH = "from the next batch on"
@@ -39,6 +40,14 @@ ToBroker = Annotated[
     UUID | None,
     typer.Option(metavar="UUID", help="Of messages for this broker_id. Default: any broker."),
 ]
+Topic = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
+
+TOPICS = Table[tuple[str, list[str]]](
+    "topic",
+    below="destinations",
+    cells=lambda row: (row[0], ", ".join(row[1]) or "none"),
+    plain=lambda row: {"topic": row[0], "destinations": row[1]},
+)
 
 
 @app.command()
@@ -217,6 +226,49 @@ def explain_(
     lost = any(explanation.lost for explanation in found.values())
     code = Unroutable.exit_code if lost else 0
     round_.report({"explanations": results_of(found)}, show, as_json=as_json, found=code)
+
+
+@topics.command("add")
+def add_topic(name: Topic, config: Config = None, broker: Name = None) -> None:
+    """Make a service a topic.
+
+    Its messages go to all destinations of its routes.
+    """
+    round_ = Round(chosen(load(config), broker))
+    for where, added in round_.visit(
+        "route", lambda connection, _: routes.add_topic(connection, name)
+    ).items():
+        done = "is a topic from the next batch on" if added else "is a topic already"
+        echo(f"{where}: {name} {done}")
+    round_.finish(say=True)
+
+
+@topics.command("list")
+def list_topics(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+    """Show the topics, and where a message of each goes now."""
+    settings = load(config)
+    round_ = Round(chosen(settings, broker))
+    topics = {
+        where: [
+            (name, [*match.destinations] if match else [])
+            for name in sorted(configuration.topics)
+            for match in [configuration.in_force.match(name, None)]
+        ]
+        for where, configuration in configured(round_, settings).items()
+    }
+    round_.show_rows("topics", topics, TOPICS, as_json=as_json)
+
+
+@topics.command("remove")
+def remove_topic(name: Topic, config: Config = None, broker: Name = None) -> None:
+    """Make a topic an ordinary service again.
+
+    Its most specific routes share its messages.
+    """
+    round_ = Round(chosen(load(config), broker))
+    for where in round_.visit("route", lambda connection, _: routes.remove_topic(connection, name)):
+        echo(f"{where}: {name} is no longer a topic, from the next batch on")
+    round_.finish(say=True)
 
 
 def configured(round_: Round, settings: Settings) -> dict[str, Configuration]:

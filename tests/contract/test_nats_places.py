@@ -19,10 +19,10 @@ from saf.destinations.nats import Nats, connection
 from saf.destinations.nats.connection import Connection
 from saf.errors import Refused, Unavailable
 from saf.testing.forwarder import Forwarder
+from saf_demo.servers import free_port
 from tests.certificates import certificate
 from tests.nats_server import NatsServer, nats_server
 from tests.queue_suite import ids
-from tests.redis_server import free_port
 from tests.silence import silent_host
 from tests.waits import until
 

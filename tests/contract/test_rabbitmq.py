@@ -18,13 +18,13 @@ from saf.destinations.rabbitmq import Rabbitmq
 from saf.errors import Refused, Rejected, Unavailable
 from saf.repair.reconcile import reconcile
 from saf.testing.forwarder import Forwarder
+from saf_demo.servers import free_port
 from tests.certificates import signed
 from tests.destinations import route, send_to
 from tests.lossy import Lossy
 from tests.pipeline import connect, forward, let_time_pass
 from tests.queue_suite import WEEK, AnyQueueSuite, errors, ids, send_numbers, texts
 from tests.rabbitmq_server import Queues, rabbitmq_server
-from tests.redis_server import free_port
 from tests.tiers import sized
 from tests.waits import until
 

@@ -14,11 +14,11 @@ from saf.database.bounds import Bounds
 from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.errors import Refused, Unavailable
 from saf.testing.forwarder import Forwarder
+from saf_demo.servers import free_port
 from tests.certificates import signed
 from tests.programs import ROOT
 from tests.queue_suite import ids
 from tests.rabbitmq_server import RabbitmqServer, rabbitmq_server
-from tests.redis_server import free_port
 from tests.silence import silent_host
 
 PAGE = (ROOT / "docs" / "destinations.md").read_text()

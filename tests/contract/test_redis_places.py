@@ -16,9 +16,10 @@ from pydantic import SecretStr
 from saf.destinations.redis import Redis
 from saf.errors import Refused, Unavailable
 from saf.testing.forwarder import Forwarder
+from saf_demo.servers import free_port
 from tests.certificates import certificate
 from tests.needed import needed
-from tests.redis_server import RedisServer, free_port, redis_server
+from tests.redis_server import RedisServer, redis_server
 from tests.waits import until
 
 

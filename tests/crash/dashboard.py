@@ -7,7 +7,6 @@ gets a page, or an honest word that a database does not answer. Anything else is
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -44,13 +43,6 @@ HONEST = "is unavailable"
 """What a page of status 503 says of a database that does not answer."""
 ANSWERED_SECONDS = 30.0
 PAUSE_SECONDS = 0.05
-
-
-def free_port() -> int:
-    """A port that nobody has."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-    return port
 
 
 def start_dashboard(round_: Round) -> Started:

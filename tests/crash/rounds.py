@@ -14,6 +14,7 @@ import psycopg
 from psycopg import sql
 
 from saf.database import Dsn
+from saf_demo.servers import free_port
 from tests.crash import consumers, dashboard, faults, set_backs, stall, streams
 from tests.crash.bugs import with_bug
 from tests.crash.checker import left, unreceived
@@ -97,7 +98,7 @@ class Round:
         self.stream_places = site.stream_places(self.app)
         self.streams = [self.start_stream()] if plan.streams else []
         self.purgers = [self.start_purger()] if plan.purge else []
-        self.port = dashboard.free_port()
+        self.port = free_port()
         self.dashboards = [dashboard.start_dashboard(self)] if plan.visited else []
         self.visitors = [dashboard.start_visitor(self)] if plan.visited else []
 

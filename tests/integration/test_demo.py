@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,19 +21,20 @@ import pytest
 
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
-from saf.demo.flights import read
-from saf.demo.kafka import jars
-from saf.demo.proof import Proof, prove
-from saf.demo.run import WRITERS
 from saf.errors import Unavailable
-from tests import nats_server, programs
-from tests.needed import absent, needed
+from saf_demo.command import Kind
+from saf_demo.flights import read
+from saf_demo.kinds import KINDS
+from saf_demo.proof import Proof, prove, stored
+from saf_demo.stage import WRITERS
+from tests import programs
+from tests.needed import absent
 from tests.programs import BIN, environment
 from tests.tiers import FULL, TIER, sized
 from tests.waits import until
 
 FLIGHTS = sized(1_000, 5_000)
-KINDS = ("redis", "kafka", "delta", "nats", "rabbitmq", "rabbitmq_stream", "iceberg")
+QUEUES = ("redis", "kafka", "delta", "nats", "rabbitmq", "rabbitmq_stream", "iceberg")
 """A run takes a JVM, so the gate has a server, one with its own JVM, and a table."""
 DEADLINE_SECONDS = 240
 LINE = {
@@ -41,6 +43,7 @@ LINE = {
     *("transactions_rolled_back_now", "postgresql", "java"),
 }
 """What the line of JSON has, wherever the flights are sent to."""
+MISSING = re.compile(r"saf: (?P<server>.+) is missing on this machine: (?P<install>[^,\n]+)")
 
 
 pytestmark = pytest.mark.timeout(600)  # up to two runs of everything
@@ -63,6 +66,8 @@ def command(folder: Path, *more: str) -> list[str | Path]:
 
 def run(folder: Path, *more: str) -> dict[str, Any]:
     done = programs.run(command(folder, *more), timeout=DEADLINE_SECONDS)
+    if missing := MISSING.search(done.stderr):
+        absent(missing["server"], missing["install"])
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 1
     return programs.last_json(done.stdout)
@@ -75,16 +80,8 @@ def is_right(result: dict[str, Any]) -> bool:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("queue", KINDS[: sized(2, len(KINDS))])
+@pytest.mark.parametrize("queue", QUEUES[: sized(2, len(QUEUES))])
 def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: str) -> None:
-    if queue == "nats":
-        nats_server.program()
-    elif queue == "kafka":
-        if jars() is None:
-            absent("the broker of Kafka", "make kafka")
-    elif queue not in ("delta", "iceberg"):  # which have no server
-        program = f"{queue.partition('_')[0]}-server"
-        needed(program, program)
     first = run(folder, "--to", queue)
     assert is_right(first), first
     assert first["stores"] == {queue: FLIGHTS}
@@ -241,17 +238,21 @@ def test_the_proof_notices_what_it_is_there_for(
         connection.rollback()
     one, two, three, four, _ = sent
     # 3 before 2; 2 twice; 4 changed; 5 lost; one that was never sent
-    stored = [one, three, two, two, (four[0], b"other"), (uuid4(), b"x")]
+    arrived = [one, three, two, two, (four[0], b"other"), (uuid4(), b"x")]
     with mom.connect(role="test") as connection:
         connection.cursor().executemany(
             "INSERT INTO saf.inbox (message_id, body, to_service, key) VALUES (%s, %s, 's', 'k')",
-            stored,
+            arrived,
         )
-    proof = prove(application, mom)
+    proof = prove(application, stored(mom))
     assert not proof.holds
     assert (proof.sent, proof.forwarded, proof.lost, proof.duplicated) == (5, 6, 1, 1)
     assert (proof.out_of_order, proof.changed, proof.not_sent) == (2, 1, 1)
     assert (proof.not_atomic, proof.rolled_back) == (1, 1)
+
+
+def test_each_kind_that_the_command_offers_has_a_plug() -> None:
+    assert {*KINDS} == {*QUEUES} == {*Kind} - {Kind.POSTGRESQL}
 
 
 def exists(dsn: Dsn, query: str) -> bool:

@@ -9,12 +9,13 @@ import pytest
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined] # it is public
 
 from saf.database import Dsn
+from saf_demo.servers import free_port
 from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
 from tests.object_store import ObjectStore
 from tests.programs import saf
 from tests.rabbitmq_server import RabbitmqServer
-from tests.redis_server import free_port, redis_server
+from tests.redis_server import redis_server
 
 
 def configuration(folder: Path, app: Dsn, destination: str) -> None:

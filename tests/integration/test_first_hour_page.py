@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from saf_demo.servers import free_port
 from tests.needed import needed
 from tests.pages import blocks, clone, page
 from tests.programs import run
@@ -26,12 +26,6 @@ def short_path() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="saf-hour-"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.mark.slow

@@ -22,12 +22,13 @@ from saf.dispatch.condition import Book
 from saf.operating.figures import asker
 from saf.operating.watch import Watch
 from saf.routing.routes import add_route
+from saf_demo.servers import free_port
 from tests.endpoints import Partner, listening, serving
 from tests.pipeline import connect, forward, new_member, send
 from tests.programs import BIN, configuration, environment, saf
 from tests.programs import send as send_many
 from tests.receivers import prepare, put
-from tests.scraping import free_port, scrape, series, served, value
+from tests.scraping import scrape, series, served, value
 from tests.silence import mute
 from tests.waits import until
 

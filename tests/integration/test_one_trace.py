@@ -15,10 +15,11 @@ import pytest
 
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
+from saf_demo.servers import free_port
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, environment, url
 from tests.receivers import put
-from tests.scraping import free_port, served
+from tests.scraping import served
 from tests.traced import site, spans
 from tests.waits import until
 

@@ -17,11 +17,12 @@ import yaml
 
 from saf.database import Dsn
 from saf.metrics.declared import METRICS
+from saf_demo.servers import free_port
 from tests.needed import needed
 from tests.pages import page
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, environment, run
-from tests.scraping import free_port, served
+from tests.scraping import served
 from tests.waits import until
 
 RULES = ROOT / "ops" / "prometheus" / "rules.yaml"

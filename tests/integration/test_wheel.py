@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import venv
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ with psycopg.connect(os.environ["DSN"]) as connection:
 
 RELEASE = {"SAF_REPOSITORY": "https://example.com/saf/", "SAF_REVISION": "v9"}
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = pytest.mark.timeout(600)
 
 
 class Environment:
@@ -107,6 +108,9 @@ def test_the_wheel_migrates_sends_and_forwards_where_only_it_is_installed(
     (sentence,) = done.stderr.splitlines()
     assert "pip install 'saf-outbox[forwarder]'" in sentence
     assert installed("saf", "status", "--config", config).returncode == 0
+    done = installed("saf", "demo")
+    assert done.returncode == 2
+    assert "pip install 'saf-outbox[demo]'" in done.stderr
 
     installed.add_packages_of_this_one()
     location, found = installed("python", "-c", ABSENT).stdout.splitlines()
@@ -117,6 +121,12 @@ def test_the_wheel_migrates_sends_and_forwards_where_only_it_is_installed(
     assert done.returncode == 0, done.stderr
     assert last_json(done.stdout)["forwarded"] == 11
     assert len(received(mom)) == 11
+
+    # not tmp_path, whose name is too long for a unix socket
+    with tempfile.TemporaryDirectory(prefix="saf-demo-") as folder:
+        done = installed("saf", "demo", "--dialog", "--json", "--data", folder)
+    assert done.returncode == 0, done.stderr
+    assert last_json(done.stdout)["right"]
 
 
 @pytest.mark.full

@@ -20,6 +20,7 @@ from tests.mutants.planting import Fate, Verdict
 FILE = Path("build/mutants.jsonl")
 GROUND = (
     "saf/**/*.py",
+    "saf_demo/*.py",
     "migrations/**/*.py",
     "migrations/**/*.sql",
     "tests/*.py",

@@ -13,8 +13,9 @@ from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.broker.services import create_services
 from saf.database import Dsn
+from saf_demo.servers import free_port
 from tests.programs import BIN
-from tests.redis_server import RedisServer, free_port
+from tests.redis_server import RedisServer
 from tests.soak.application import SHOP, WAREHOUSE
 from tests.soak.ledger import TABLES
 from tests.soak.programs import Programs

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from saf.database import Dsn
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.spark import java
+from saf_demo.servers import free_port
 from tests.files import files_where
 from tests.programs import ROOT, configuration, environment, last_json, received, send
 
@@ -154,7 +154,7 @@ def cluster() -> Iterator[Cluster]:
     """A master and two workers of one core each."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="saf-cluster-")))
-        port = _free_port()
+        port = free_port()
         master = f"spark://127.0.0.1:{port}"
         here = ("--host", "127.0.0.1", "--webui-port", "0")
         _start(stack, folder / "master", "master.Master", *here, "--port", str(port))
@@ -337,9 +337,3 @@ def _until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited {START_SECONDS} s for {what}"
         time.sleep(0.1)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

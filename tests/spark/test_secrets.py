@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import signal
-import socket
 import subprocess
 import threading
 import traceback
@@ -43,6 +42,7 @@ from saf.forwarding.forwarder import Forwarder
 from saf.log import stream
 from saf.spark.plans import messages_of
 from saf.spark.runner import SparkRunner
+from saf_demo.servers import free_port
 from tests import on_spark
 from tests.files import files_where
 from tests.pipeline import Cycle, connect, forwarding_rules
@@ -217,9 +217,7 @@ def test_a_run_shows_the_password_nowhere_while_it_works_or_afterwards(
     tmp_path: Path, locked: Locked
 ) -> None:
     app, mom = locked.dsns()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
+    port = free_port()
     config = configure(
         tmp_path,
         {"app": app},
@@ -544,9 +542,7 @@ def test_a_table_shows_the_password_nowhere_in_plans_pages_events_or_errors(
     tmp_path: Path, locked: Locked
 ) -> None:
     app, mom = locked.dsns()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
+    port = free_port()
     brokers = {"app": app, "wrong": wrong(app), "down": down(locked.app), "bare": locked.bare}
     config = configure(
         tmp_path,

@@ -10,15 +10,16 @@ import pytest
 
 import saf
 
-HERE = Path(saf.__file__).parent
+ROOT = Path(saf.__file__).parents[1]
 # Alembic's scripts, in an installed package, run only inside Alembic, and __main__ runs the command
 FILES = [
     file
-    for file in HERE.rglob("*.py")
+    for package in ("saf", "saf_demo")
+    for file in (ROOT / package).rglob("*.py")
     if "migrations" not in file.parts and file.name != "__main__.py"
 ]
 MODULES = sorted(
-    ".".join(file.relative_to(HERE.parent).with_suffix("").parts).removesuffix(".__init__")
+    ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for file in FILES
 )
 

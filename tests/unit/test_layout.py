@@ -128,7 +128,7 @@ def test_the_engine_knows_neither_those_who_drive_it_nor_spark() -> None:
 
 
 def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
-    """But for what makes settings, or databases, by itself: the registry, demos, the test kit.
+    """But for what makes settings, or databases, by itself: the registry, the test kit.
 
     The other end of the kind ``https`` stores as the kind ``postgresql`` does, and a stream of
     Spark appends to tables as the kind ``delta`` does.
@@ -142,16 +142,23 @@ def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
             for one in imports(tree, for_types=True)
             if one.startswith(folder)
         }
-        assert knows <= {"cli", "demo", "spark", "testing", "webhooks"}, kind
+        assert knows <= {"cli", "spark", "testing", "webhooks"}, kind
         assert "spark" not in knows or kind == "delta"
         assert "webhooks" not in knows or kind in ("https", "postgresql")
     by_hand = [n for n, t in modules().items() if "saf.destinations.postgresql" in imports(t)]
     assert sorted(by_hand) == [
-        "saf.cli.demo_dialog",
-        "saf.demo.run",
         "saf.testing.cycle",
         "saf.webhooks.deliveries",
     ]
+
+
+def test_only_the_command_line_knows_the_demos() -> None:
+    knows = {
+        name
+        for name, tree in modules().items()
+        if any(one.startswith("saf_demo") for one in imports(tree, for_types=True))
+    }
+    assert knows == {"saf.cli"}
 
 
 def test_receiving_knows_no_dialogs() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 
 CLOCK, DRAIN, SENT = "saf/testing/clock.py", "saf/testing/drain.py", "saf/testing/sent.py"
-KIT, PROOF = "integration/test_testing.py", "saf/demo/proof.py"
+KIT, PROOF = "integration/test_testing.py", "saf_demo/proof.py"
 PROVES = "integration/test_demo.py::test_the_proof_notices_what_it_is_there_for"
 LISTING, CODES = "saf/cli/console.py", "saf/cli/console.py"
 

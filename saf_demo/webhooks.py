@@ -1,6 +1,6 @@
 """The demo's webhooks: a receiver in a separate process, and the dispatcher that sends to it.
 
-    python -m saf.demo.webhooks FILE PAUSE_AFTER       (with SECRET set; it prints its port)
+    python -m saf_demo.webhooks FILE PAUSE_AFTER       (with SECRET set; it prints its port)
 
 The receiver verifies each signature, drops messages that it has already received, and before each
 answer adds a line to the file for the message. In the middle of a run, it pauses for some seconds
@@ -27,13 +27,13 @@ from pydantic import SecretStr
 import saf.webhooks
 from saf.broker.services import create_service
 from saf.database import Dsn
-from saf.demo.flights import SERVICE
-from saf.demo.proof import Received
 from saf.dispatch.dispatcher import Dispatcher
 from saf.dispatch.settings import Endpoint
 from saf.errors import MissingExtra, NotVerified, SafError
 from saf.message import CONTENT_TYPE
 from saf.receiving.inbox import inbox_status
+from saf_demo.flights import SERVICE
+from saf_demo.proof import Received
 
 FLIGHTS = 20_000
 """Default number of flights to send."""
@@ -97,12 +97,11 @@ def left(mom: Dsn) -> int:
 def received(folder: Path) -> Iterator[Received]:
     """Yield all messages that the receiver has accepted, in the order in which they came."""
     with _file(folder).open() as lines:
-        for number, line in enumerate(lines, start=1):
+        for line in lines:
             entry: dict[str, Any] = json.loads(line)
-            yield (
-                *(number, entry["id"], entry["from"], SERVICE, entry["key"], None),
-                *(json.dumps({CONTENT_TYPE: entry["type"]}), entry["body"].encode()),
-            )
+            headers = json.dumps({CONTENT_TYPE: entry["type"]})
+            body = entry["body"].encode()
+            yield entry["id"], entry["from"], SERVICE, entry["key"], None, headers, body
 
 
 def _file(folder: Path) -> Path:
@@ -112,8 +111,8 @@ def _file(folder: Path) -> Path:
 @contextmanager
 def _serve(folder: Path, *, pause_after: int) -> Iterator[str]:
     folder.mkdir(parents=True, exist_ok=True)
-    with subprocess.Popen(  # noqa: S603 - our own program
-        [sys.executable, "-P", "-m", "saf.demo.webhooks", _file(folder), str(pause_after)],
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "saf_demo.webhooks", _file(folder), str(pause_after)],
         stdin=subprocess.PIPE,  # it ends with this process
         stdout=subprocess.PIPE,
         text=True,
@@ -121,7 +120,7 @@ def _serve(folder: Path, *, pause_after: int) -> Iterator[str]:
         process_group=0,  # Ctrl-C goes to this process, which then stops the receiver
     ) as process:
         try:
-            assert process.stdout is not None  # noqa: S101 - a pipe
+            assert process.stdout is not None  # a pipe
             port = process.stdout.readline().strip()
             if not port:
                 raise SafError("the receiver of webhooks does not start; its output is above")
