@@ -18,7 +18,6 @@ goes the same way. Messages with a key take the route that their key has chosen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from uuid import UUID
@@ -30,9 +29,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
+from saf.engine.context import Context
 from saf.engine.parked_lanes import ParkedLanes
-from saf.engine.resolving import Matcher, Resolver
-from saf.engine.transforming import Transforming, inputs_of
+from saf.engine.transforming import inputs_of
 from saf.failpoints import fail_point
 from saf.log.columns import selected
 from saf.log.cursor import lock_cursors
@@ -56,18 +55,16 @@ Choose = Callable[[Mapping[Asker, Sequence[str]]], Mapping[Asker, str]]
 """`saf.routing.route_choices.choose`, committed."""
 
 
-@dataclass(kw_only=True)
 class FindingRoutes:
     """Moves one task's parked messages to where routes lead now."""
 
-    resolver: Resolver
-    matcher: Matcher
-    parked: ParkedLanes
-    transforming: Transforming
-    _untransformed: bool = field(init=False, default=False)
-    """Whether some messages have no result of their router's transform yet."""
-    _left: dict[Lane, Lane] = field(init=False, default_factory=dict)
-    """For each lane of messages sent again, the lane that the first one left would wait in."""
+    def __init__(self, context: Context, parked: ParkedLanes) -> None:
+        self.context = context
+        self.parked = parked
+        self._untransformed = False
+        """Whether some messages have no result of their router's transform yet."""
+        self._left: dict[Lane, Lane] = {}
+        """For each lane of messages sent again, the lane that the first one left would wait in."""
 
     def find(self, lanes: Sequence[Lane]) -> set[Lane]:
         """Move messages that waited for a route to where routes lead now; return their new
@@ -79,7 +76,9 @@ class FindingRoutes:
         in_time, self._untransformed = True, False
         self._left.clear()
         needed = (
-            [*selected(self.parked.rules.max_bytes)] if self.resolver else ["id", "shard", *ADDRESS]
+            [*selected(self.context.rules.max_bytes)]
+            if self.context.resolver
+            else ["id", "shard", *ADDRESS]
         )
         columns = [
             "parked_id",
@@ -87,7 +86,7 @@ class FindingRoutes:
             sql.SQL("id AS log_id"),
             *parking.as_log(needed, found=False),
         ]
-        with self.parked.source_session.in_hand(""):
+        with self.context.source.in_hand(""):
             for rows in self.parked.read("", routable, columns, found=False):
                 self.parked.isolate("", rows, partial(self._find_routes, found))
                 if self.parked.over or self._untransformed:
@@ -105,7 +104,7 @@ class FindingRoutes:
         """
         unrouted = [lane for lane in lanes if lane.unrouted]
         brokers = [lane.broker and lane.broker.bytes for lane in unrouted]
-        rows = self.matcher.route(
+        rows = self.context.matcher.route(
             pa.table(
                 {
                     "number": pa.array(range(len(unrouted)), pa.int64()),
@@ -115,7 +114,7 @@ class FindingRoutes:
             )
         )
         routers = pa.array(
-            [router.service for router in self.parked.work.routes.routers], pa.string()
+            [router.service for router in self.context.work.routes.routers], pa.string()
         )
         mask = pc.or_(rows["route"].is_valid(), pc.is_in(rows["to_service"], routers))
         others = {lane for lane in lanes if not lane.unrouted}
@@ -123,12 +122,10 @@ class FindingRoutes:
 
     def _stay(self, lanes: Sequence[Lane]) -> None:
         """Note that the messages left in these lanes have no way out."""
-        here = self.parked.source_session(
-            lambda s: parking.occupied(s, self.parked.work.batch, lanes)
-        )
-        obstacle = self.resolver.obstacle
+        here = self.context.source(lambda s: parking.occupied(s, self.context.work.batch, lanes))
+        obstacle = self.context.resolver.obstacle
         self.parked.postpone({lane: obstacle(self._left.get(lane, lane)) for lane in here})
-        self.parked.lanes.untried.update(lane for lane in lanes if lane not in here)
+        self.context.lanes.untried.update(lane for lane in lanes if lane not in here)
 
     def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
         """Move messages to where routes lead now, and add to ``found`` the lanes they moved to."""
@@ -139,18 +136,18 @@ class FindingRoutes:
             readable = set_aside.bury_unread(rows)
             self.parked.settle(rows.filter(pc.is_null(rows["body"])), set_aside)
             rows = readable
-        resolution = self.resolver.resolve(self._transformed(rows))
+        resolution = self.context.resolver.resolve(self._transformed(rows))
         for unresolved, error in resolution.dead:
             # a message that its router cannot resolve leaves its lane
             set_aside = self.parked.aside()
             set_aside.bury(unresolved, "", "unresolved", error)
             self.parked.settle(unresolved, set_aside)
-        routed = self.matcher.route(resolution.rows)
+        routed = self.context.matcher.route(resolution.rows)
         routable = routed["route"].is_valid()
         self._note_left(resolution.waiting)
         self._note_left(routed.filter(pc.invert(routable)))
         routed = routed.filter(routable)
-        found |= self._move(share(routed, self.matcher.matches, self.parked.source_session.choose))
+        found |= self._move(share(routed, self.context.matcher.matches, self.context.source.choose))
 
     def _note_left(self, rows: pa.Table | None) -> None:
         """Note the service that a message waits for, if the message's lane does not name it."""
@@ -166,29 +163,29 @@ class FindingRoutes:
 
         Results of messages that were sent to a router are kept before the messages are redirected.
         """
-        if not self.transforming.routers:
+        if not self.context.transforming.routers:
             return rows
-        source_session, set_aside = self.parked.source_session, self.parked.aside()
-        rows, why = self.transforming.ready(rows, source_session, led_on=False)
+        source_session, set_aside = self.context.source, self.parked.aside()
+        rows, why = self.context.transforming.ready(rows, source_session, led_on=False)
         self._untransformed = why is not None
-        routers = pa.array(self.transforming.routers, pa.string())
+        routers = pa.array(self.context.transforming.routers, pa.string())
         inputs = rows.filter(pc.is_in(rows["to_service"], routers))
-        fit = self.transforming.bury_at_fault(inputs, set_aside)
+        fit = self.context.transforming.bury_at_fault(inputs, set_aside)
         if set_aside:
             bad = inputs_of(inputs, fit, but=True)
             self.parked.settle(bad, set_aside)
             rows = inputs_of(rows, bad, but=True)
-        self.transforming.keep(fit, source_session)
+        self.context.transforming.keep(fit, source_session)
         return rows
 
     def _move(self, rows: pa.Table) -> set[Lane]:
         to = list(self._copies(rows))
         lanes = {_lane(name, row) for name, _, copies in to for row in copies}
         gone = {row["parked_id"] for _, _, copies in to for row in copies}
-        subscription_id = self.parked.work.batch.subscription_id
+        subscription_id = self.context.work.batch.subscription_id
 
         def move(source: psycopg.Connection[Any]) -> None:
-            lock_cursors(source, self.parked.work.batch)
+            lock_cursors(source, self.context.work.batch)
             parking.touch(source, subscription_id, lanes, "has found a route")
             for destination, quality, copies in to:
                 parking.copy(source, destination, quality, copies)
@@ -196,7 +193,7 @@ class FindingRoutes:
             fail_point("routed")
 
         if to:
-            self.parked.source_session(move)
+            self.context.source(move)
         return lanes
 
     def _copies(self, rows: pa.Table) -> Iterator[tuple[str, str | None, list[dict[str, Any]]]]:
@@ -206,9 +203,9 @@ class FindingRoutes:
         rows = in_lanes(rows, found_lanes(either(waited_for_route, route_lanes(rows), rows)))
         by_destination: dict[tuple[str, str | None], list[int]] = {}
         for number in pc.unique(rows["route"]).to_pylist():
-            match = self.matcher.matches[number]
+            match = self.context.matcher.matches[number]
             for route in match.routes:
-                if match.to_all or route.destination in self.parked.rules.qualities:
+                if match.to_all or route.destination in self.context.rules.qualities:
                     by_destination.setdefault((route.destination, route.quality), []).append(number)
         for (destination, quality), numbers in by_destination.items():
             part = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))

@@ -1,7 +1,4 @@
-"""Parked lanes: the lanes of one task's shards, and the parked messages in them.
-
-`HeldLanes` are the lanes that the task knows (see `saf.setaside.lane`). New messages that belong in
-a held lane park behind its older messages.
+"""Parked lanes: the parked messages of one task's shards.
 
 `ParkedLanes` takes messages out of their lanes, wherever they go next. It reads them lane by lane,
 in order and in chunks, and runs a step for each chunk. Settled messages leave their lane in a
@@ -16,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
@@ -24,90 +20,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf.engine.brake import Brake
-from saf.engine.chunks import chunks
-from saf.engine.destination_sessions import DestinationSessions
+from saf.engine.context import Context
 from saf.engine.set_aside import SetAside
-from saf.engine.source import read
-from saf.engine.source_session import SourceSession
-from saf.engine.work import ForwardingRules, Receipts, Work
+from saf.engine.source import chunks, read
 from saf.errors import SafError
 from saf.failpoints import fail_point
-from saf.log.cursor import Batch, lock_cursors
+from saf.log.cursor import lock_cursors
 from saf.setaside import backoff, parking
 from saf.setaside.isolation import isolate
-from saf.setaside.lane import Kind, Lane, found_lane, service_lane
-from saf.setaside.lane_columns import LANE, given_of, lanes_of, route_lanes
+from saf.setaside.lane import Lane
+from saf.setaside.lane_columns import LANE, given_of
 
 
-@dataclass
-class HeldLanes:
-    """Lanes that new messages park in, and due lanes that had nothing to try.
-
-    A task knows from the start which lanes a destination has. The number of services' lanes has no
-    bound, so a task looks up those of each chunk's services.
-    """
-
-    held: dict[Lane, str] = field(default_factory=dict)
-    """The lanes that new messages must park in, each with the reason."""
-    ahead: set[Lane] = field(default_factory=set)
-    """Lanes with messages that the batch itself set aside before a crash. They stay held until the
-    position has passed these messages, because later messages of the batch must stay behind
-    them."""
-    untried: set[Lane] = field(default_factory=set)
-    """Lanes that are due, but contained nothing of these shards to try."""
-    of_services: bool = False
-    """Whether lanes of services may exist."""
-
-    def hold(self, lane: Lane, why: str) -> None:
-        """Park new messages behind this lane; behind a replay, all for its destination."""
-        self.held[lane] = why
-        self.of_services |= lane.of_service
-        if lane.kind == Kind.REPLAY:
-            self.held[Lane(destination=lane.destination)] = why
-
-    def open(self, lane: Lane) -> None:
-        """Note that the lane has nothing of these shards, unless the batch has put it there."""
-        if lane in self.ahead:
-            return
-        if Lane(destination=lane.destination, kind=Kind.REPLAY) not in self.held:
-            self.held.pop(lane, None)
-
-    def look(self, source_session: SourceSession, batch: Batch, *messages: pa.Table) -> None:
-        """Find the lanes of some messages' services; afterwards no other service's lane is held."""
-        if self.of_services:
-            older = {lane for rows in messages for lane in _older(rows)}
-            found = source_session.find(
-                lambda source: backoff.held(source, batch.subscription_id, batch.shards, older)
-            )
-            others = {lane: why for lane, why in self.held.items() if not lane.of_service}
-            self.held = others | found
-
-    def services(self, destination: str) -> frozenset[str]:
-        """Return the services whose messages wait for the destination to know them."""
-        lanes = [lane for lane in self.held if lane.destination == destination]
-        return frozenset(lane.subject for lane in lanes if lane.kind == Kind.SERVICE)
-
-
-def _older(rows: pa.Table) -> set[Lane]:
-    """Return all lanes where older messages for the same services may wait, at any destination."""
-    routes, _ = lanes_of(route_lanes(rows))
-    found = (found_lane("", lane) for lane in routes)
-    return {*routes, *found, *(service_lane("", lane.subject) for lane in routes)}
-
-
-@dataclass(kw_only=True)
 class ParkedLanes:
     """The lanes that hold messages of one task's shards."""
 
-    work: Work
-    rules: ForwardingRules
-    source_session: SourceSession
-    lanes: HeldLanes
-    receipts: Receipts
-    destinations: DestinationSessions
-    brake: Brake
-    _until: float = field(init=False, default=0.0)
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._until = 0.0
 
     def begin(self, seconds: float) -> None:
         """Begin a turn of ``seconds``."""
@@ -122,7 +52,7 @@ class ParkedLanes:
         """Park new messages behind these lanes. Lanes of services are looked up instead."""
         for lane in lanes:
             if not lane.of_service:
-                self.lanes.hold(lane, why)
+                self.context.lanes.hold(lane, why)
 
     def read(
         self,
@@ -134,8 +64,9 @@ class ParkedLanes:
     ) -> Iterator[pa.Table]:
         """Read the lanes' messages of these shards in chunks, each lane in order."""
         if lanes:
-            query = parking.in_lanes(self.work.batch, destination, lanes, columns, found=found)
-            yield from chunks(read(self.work, query), self.rules.chunk_rows, self.rules.chunk_bytes)
+            work, rules = self.context.work, self.context.rules
+            query = parking.in_lanes(work.batch, destination, lanes, columns, found=found)
+            yield from chunks(read(work, query), rules.chunk_rows, rules.chunk_bytes)
 
     def isolate(self, destination: str, rows: pa.Table, step: Callable[[pa.Table], None]) -> None:
         """Run a step for messages of lanes; a message that fails alone becomes a dead letter.
@@ -148,7 +79,7 @@ class ParkedLanes:
 
         def undo() -> None:
             ids = numbers.to_pylist()
-            here = self.source_session(
+            here = self.context.source(
                 lambda source: parking.still(source, destination, given_of(lanes), ids)
             )
             gone.update(number for number in ids if number not in here)
@@ -170,47 +101,45 @@ class ParkedLanes:
             if left.num_rows:
                 step(left)
 
-        if self.source_session.let_slip():
+        if self.context.source.let_slip():
             undo()
         isolate(rows, make, bury, undo)
 
     def aside(self, destination: str = "") -> SetAside:
         """Return an empty `SetAside` for messages of a chunk of lanes."""
         return SetAside(
-            work=self.work,
+            work=self.context.work,
             from_lanes=True,
             destination=destination,
-            max_bytes=self.rules.max_bytes,
+            max_bytes=self.context.rules.max_bytes,
         )
 
     def settle(self, rows: pa.Table, set_aside: SetAside) -> None:
         """Take messages out of their lane, unless they stay there."""
 
         def settle(source: psycopg.Connection[Any]) -> None:
-            lock_cursors(source, self.work.batch)
+            lock_cursors(source, self.context.work.batch)
             gone = set_aside.write_from_lanes(source, rows["parked_id"].to_pylist())
             set_aside.count_left_out(source, among=gone)
-            self.destinations.acknowledge(source)
-            self.brake.write(source)
+            self.context.write(source)
             fail_point("unpark")
 
-        self.source_session(settle)
-        self.destinations.settled()
-        self.brake.written()
+        self.context.source(settle)
+        self.context.written()
         set_aside.written()
-        self.receipts.of(None).dead += set_aside.dead_letters
+        self.context.receipts.of(None).dead += set_aside.dead_letters
         fail_point("unpark_commit")
 
     def postpone(self, failed: Mapping[Lane, SafError]) -> None:
         """Note that attempts at lanes have failed, and park new messages behind these lanes."""
         if failed:
-            subscription_id = self.work.batch.subscription_id
+            subscription_id = self.context.work.batch.subscription_id
             for lane, error in failed.items():
                 self.hold([lane], str(error))
-            self.source_session(lambda source: backoff.postpone(source, subscription_id, failed))
+            self.context.source(lambda source: backoff.postpone(source, subscription_id, failed))
 
     def succeed(self, lanes: Collection[Lane]) -> None:
         """Note that the tried messages of lanes are gone, so their backoff starts again."""
         if lanes:
-            subscription_id = self.work.batch.subscription_id
-            self.source_session(lambda source: backoff.succeeded(source, subscription_id, lanes))
+            subscription_id = self.context.work.batch.subscription_id
+            self.context.source(lambda source: backoff.succeeded(source, subscription_id, lanes))

@@ -34,12 +34,11 @@ import psycopg
 import pyarrow as pa
 
 from saf.columns import EXPRESSED
-from saf.engine.chunks import up_to
 from saf.engine.classifying import as_table
 from saf.engine.in_step import ENDED, LAST, InStep
 from saf.engine.pulse import Pulse
 from saf.engine.set_aside import SetAside
-from saf.engine.source import messages
+from saf.engine.source import messages, up_to
 from saf.engine.source_session import SourceSession
 from saf.engine.task import BEATS, Task
 from saf.engine.transforming import Evaluated, Transforming
