@@ -18,8 +18,9 @@ import psycopg
 
 from saf.database.patience import while_unavailable
 from saf.destinations import Chunk, Destination, Refusal, Stored
-from saf.destinations.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknowledged, not_parked
+from saf.destinations.marks import AGAIN, ONCE, Mark, Place
 from saf.destinations.places import touched
+from saf.engine.acknowledged import acknowledge, acknowledged, not_parked
 from saf.engine.parts import Part
 from saf.engine.source_session import SourceSession
 from saf.engine.work import ForwardingRules, Work

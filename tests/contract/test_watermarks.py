@@ -14,8 +14,9 @@ from psycopg.types.json import Jsonb
 from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
 from saf.destinations import Chunk, Stored
-from saf.destinations.marks import AGAIN, MAIN, Mark, acknowledge, acknowledged
+from saf.destinations.marks import AGAIN, MAIN, Mark
 from saf.destinations.postgresql.inbox import PostgresInbox
+from saf.engine.acknowledged import acknowledge, acknowledged
 from saf.engine.source import messages, read
 from saf.engine.work import Work
 from saf.errors import Fenced, Rejected, RowsGone, Unavailable
