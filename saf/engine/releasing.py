@@ -1,7 +1,7 @@
 """Releasing: due parked messages are delivered before new ones.
 
 Messages that have waited for a route, or for their router, first move to lanes of the destinations
-that routes lead to now (`saf.engine.finding_routes`).
+that routes lead to now (`saf.engine.parked_lanes.FindingRoutes`).
 
 Lanes of a destination are released together, by their rank (`saf.setaside.backoff.rank`): one
 ordered read, and chunks that each go to the destination in one transaction, whatever lanes their
@@ -27,8 +27,7 @@ from psycopg import sql
 
 from saf.engine.context import Context
 from saf.engine.destination_sessions import nowhere
-from saf.engine.finding_routes import FindingRoutes
-from saf.engine.parked_lanes import ParkedLanes
+from saf.engine.parked_lanes import FindingRoutes, ParkedLanes
 from saf.engine.parts import Part
 from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.storing import Storing

@@ -49,8 +49,7 @@ import pyarrow.compute as pc
 
 from saf.engine.context import Context
 from saf.engine.destination_sessions import obstacle
-from saf.engine.finding_routes import share
-from saf.engine.parts import Part, split
+from saf.engine.parts import Part, share, split
 from saf.engine.pulse import Pulse
 from saf.engine.releasing import Releasing
 from saf.engine.resolving import Answers

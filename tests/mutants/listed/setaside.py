@@ -95,7 +95,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is sent again does not say for which service it has no route",
-        "saf/engine/finding_routes.py",
+        "saf/engine/parked_lanes.py",
         "obstacle(self._left.get(lane, lane))",
         "obstacle(lane)",
         "contract/test_lanes_in_order.py::"
@@ -103,7 +103,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the problem of a router is not told of what is sent again",
-        "saf/engine/finding_routes.py",
+        "saf/engine/parked_lanes.py",
         "        self._note_left(resolution.waiting)\n",
         "",
         "contract/test_lanes_in_order.py::"
@@ -447,7 +447,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a zombie leads messages to their routes",
-        "saf/engine/finding_routes.py",
+        "saf/engine/parked_lanes.py",
         """            lock_cursors(source, self.context.work.batch)
             parking.touch(source, subscription_id, lanes, "has""",
         """            parking.touch(source, subscription_id, lanes, "has""",
