@@ -52,12 +52,10 @@ from saf.engine.destination_sessions import obstacle
 from saf.engine.parts import Part, share, split
 from saf.engine.pulse import Pulse
 from saf.engine.releasing import Releasing
-from saf.engine.resolving import Answers
 from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.source import chunks, with_last
 from saf.engine.storing import Storing
-from saf.engine.transforming import Transforming
-from saf.engine.work import ForwardingRules, Receipt, Work
+from saf.engine.work import Receipt
 from saf.errors import Ahead, Behind, Fenced, Rejected, Restored, SafError, Unavailable, UsageError
 from saf.failpoints import fail_point
 from saf.log.cursor import (
@@ -89,26 +87,16 @@ class Task:
     that may run twice has to find the batch open.
     """
 
-    def __init__(
-        self,
-        number: int,
-        work: Work,
-        rules: ForwardingRules,
-        answers: Answers | None = None,
-        transforming: Transforming | None = None,
-        *,
-        closes: bool = False,
-        partly: bool = False,
-    ) -> None:
-        self.context = Context(number, work, rules, answers, transforming)
+    def __init__(self, context: Context, *, closes: bool = False, partly: bool = False) -> None:
+        self.context = context
         self.closes = closes
         self.partly = partly
         self.read = 0
         """The last id of the previous chunk."""
         self.end: int | None = None
         """The last id of the batch, once its last chunk is in hand."""
-        self.earlier = EarlierTask(self.context)
-        self.storing = Storing(self.context)
+        self.earlier = EarlierTask(context)
+        self.storing = Storing(context)
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> list[Receipt]:
         """Deliver chunk by chunk until the end, an error or a request to stop."""

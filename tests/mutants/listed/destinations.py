@@ -114,6 +114,27 @@ MUTANTS: list[Mutant] = [
         f"{FAULTS}::test_a_stop_is_heard_between_the_halves_of_what_is_rejected",
     ),
     mutant(
+        "a destination that is down for a moment is not asked again",
+        "saf/engine/destination_sessions.py",
+        "found.error if isinstance(found, Refusal) else None",
+        "None",
+        f"{FAULTS}::test_a_client_that_raised_is_opened_anew_for_the_next_attempt",
+    ),
+    mutant(
+        "a stop is asked about between a refusal and what takes its place",
+        "saf/engine/storing.py",
+        "if not left and pending and stops():",
+        "if pending and stops():",
+        "unit/test_refusals.py",
+    ),
+    mutant(
+        "a destination that names no message is asked for ever",
+        "saf/engine/storing.py",
+        "case UnknownService() if names_rows:",
+        "case UnknownService():",
+        "unit/test_refusals.py",
+    ),
+    mutant(
         "a destination that cannot say which it is makes dead letters",
         "saf/engine/destination_sessions.py",
         """        with self._blamed(name):
