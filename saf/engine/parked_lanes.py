@@ -68,8 +68,8 @@ class ParkedLanes:
 
     @property
     def over(self) -> bool:
-        """Whether the turn is over: no further chunk is begun."""
-        return time.monotonic() > self._until
+        """Whether the turn is over, or the task stops: no further chunk is begun."""
+        return self.context.stopping or time.monotonic() > self._until
 
     def hold(self, lanes: Collection[Lane], why: str) -> None:
         """Park new messages behind these lanes. Lanes of services are looked up instead."""
@@ -107,12 +107,6 @@ class ParkedLanes:
             )
             gone.update(number for number in ids if number not in here)
 
-        def remaining(part: pa.Table) -> pa.Table:
-            if not gone:
-                return part
-            out = pc.is_in(part["parked_id"], pa.array(list(gone), pa.int64()))
-            return part.filter(pc.invert(out))
-
         def bury(message: pa.Table, error: str) -> None:
             if message["parked_id"][0].as_py() not in gone:
                 set_aside = self.aside(destination)
@@ -120,9 +114,11 @@ class ParkedLanes:
                 self.settle(message, set_aside)
 
         def make(part: pa.Table) -> None:
-            left = remaining(part)
-            if left.num_rows:
-                step(left)
+            if gone:
+                out = pc.is_in(part["parked_id"], pa.array(list(gone), pa.int64()))
+                part = part.filter(pc.invert(out))
+            if part.num_rows:
+                step(part)
 
         if self.context.source.let_slip():
             undo()

@@ -80,7 +80,7 @@ class Releasing:
         routed = backoff.in_turn(lane for lane in due.values() if lane.destination)
         for number, ((destination, _), group) in enumerate(groupby(routed, _group)):
             lanes = [lane.own for lane in group]
-            if number and (self.parked.over or context.stopping):
+            if number and self.parked.over:
                 self.parked.hold(lanes, "others had their turn")
             else:
                 with context.source.in_hand(destination):
@@ -117,7 +117,7 @@ class Releasing:
         free, tried = set(lanes) - blocked.keys(), set[Lane]()
         left = free - self._behind_replay(destination, free)
         for rows in self._parked(destination, left):
-            if tried and (self.parked.over or self.context.stopping):
+            if tried and self.parked.over:
                 self.parked.succeed(tried & left)
                 self.parked.hold(left, "others had their turn")
                 return
@@ -177,10 +177,9 @@ class Releasing:
         if rows.num_rows:
             self._deliver_ready(destination, left, rows)
         if why is not None and left:
-            problem = ConfigurationError(why)
             self.parked.hold(left, why)
             if why in transforming.problems.values():
-                self.parked.postpone(dict.fromkeys(left, problem))
+                self.parked.postpone(dict.fromkeys(left, ConfigurationError(why)))
             left.clear()
 
     def _deliver_ready(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
