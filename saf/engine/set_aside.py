@@ -88,7 +88,7 @@ class SetAside:
     def __bool__(self) -> bool:
         return bool(self.failed or self.opened or self._left_out or self.ahead)
 
-    def fail(self, lanes: Iterable[Lane], error: SafError, *, moving: bool = False) -> None:
+    def fail(self, lanes: Collection[Lane], error: SafError, *, moving: bool = False) -> None:
         """Note that an attempt at lanes has failed; ``moving``: some messages were stored."""
         self.failed |= dict.fromkeys(lanes, error)
         self.moving = self.moving.union(lanes) if moving else self.moving.difference(lanes)
