@@ -126,12 +126,12 @@ def test_a_server_that_is_killed_while_it_stores_has_all_messages_in_the_end(
         threading.Thread(target=kill).start()
         while not killed.is_set():
             try:
-                destination.store(chunk, exactly_once=False)
+                all_stored(destination.store(chunk, exactly_once=False))
             except Unavailable:
                 killed.wait(timeout=60)
         queue.start()
         destination.close()
-        destination.store(chunk, exactly_once=False)
+        all_stored(destination.store(chunk, exactly_once=False))
     assert set(ids(queue)) == {row["message_id"] for row in rows}
 
 
@@ -161,7 +161,7 @@ def test_after_a_lost_answer_messages_come_again_and_none_is_missing(queue: Queu
             destination.connect()
             proxy.lose_answers_to(b"saf-created-at")
             with pytest.raises(Unavailable):
-                destination.store(forwarder.chunk(rows), exactly_once=False)
+                all_stored(destination.store(forwarder.chunk(rows), exactly_once=False))
             proxy.lose_answers_to(b"")
             destination.store(forwarder.chunk(rows), exactly_once=False)
     there = ids(queue)
@@ -239,12 +239,11 @@ def test_what_a_queue_takes_of_a_chunk_that_it_refuses_in_part_is_not_sent_again
     with closing(events.open("events")) as destination, queue.channel() as channel:
         for _ in range(3):
             with pytest.raises(Unavailable, match="it has refused messages"):
-                destination.store(forwarder.chunk(rows), exactly_once=False)
+                all_stored(destination.store(forwarder.chunk(rows), exactly_once=False))
             got += ids(queue)
             channel.queue_purge("billing")
-        assert (
-            all_stored(destination.store(forwarder.chunk(rows), exactly_once=False)).messages == 20
-        )
+        done = all_stored(destination.store(forwarder.chunk(rows), exactly_once=False))
+        assert done.messages == 20
     assert got + ids(queue) == [row["message_id"] for row in rows]
 
 
@@ -371,7 +370,7 @@ def test_no_message_overtakes_one_that_a_full_queue_refuses_if_one_goes_at_a_tim
         try:
             for _ in range(1000):
                 with suppress(Unavailable):
-                    destination.store(forwarder.chunk(rows), exactly_once=False)
+                    all_stored(destination.store(forwarder.chunk(rows), exactly_once=False))
                     break
             until(lambda: len(got) == len(rows), seconds=10)
         finally:
