@@ -96,16 +96,11 @@ REFILL = (
 
 
 class SafError(Exception):
-    """Base of all errors that saf raises on purpose.
-
-    ``stored``: rows of a chunk that a destination without marks has stored although it raised this
-    error, as an Arrow table; None if it has stored nothing, or if that is unknown.
-    """
+    """Base of all errors that saf raises on purpose."""
 
     exit_code = 1
     needs_operator = False
     """True if no retry succeeds before an operator has changed something."""
-    stored: Any = None
 
     def __str__(self) -> str:
         """Return the text, without message data that a library has quoted."""
@@ -545,15 +540,12 @@ class SparkGone(SafError):
 
 
 class UnknownService(SafError):
-    """A destination does not know an addressed service. Nothing was stored.
-
-    ``rows`` are the messages that were not stored, including those for known services.
-    """
+    """A destination does not know an addressed service. Nothing was stored."""
 
     exit_code = 75
     needs_operator = True
 
-    def __init__(self, destination: str, services: list[str], rows: Any = None) -> None:
+    def __init__(self, destination: str, services: Sequence[str]) -> None:
         names = ", ".join(map(repr, services[:NAMED]))
         more = len(services) - NAMED
         super().__init__(
@@ -562,7 +554,6 @@ class UnknownService(SafError):
         )
         self.destination = destination
         self.services = services
-        self.rows = rows
 
     def of(self, service: str) -> UnknownService:
         """Return the error for one of the services."""
@@ -570,22 +561,18 @@ class UnknownService(SafError):
 
 
 class AnotherBroker(SafError):
-    """Messages are addressed to another broker than this destination. Nothing was stored.
-
-    ``rows`` are the messages that were not stored, including those for this broker.
-    """
+    """Messages are addressed to another broker than this destination. Nothing was stored."""
 
     exit_code = 75
     needs_operator = True
 
-    def __init__(self, destination: str, broker: str, others: list[str], rows: Any) -> None:
+    def __init__(self, destination: str, broker: str, others: Sequence[str]) -> None:
         super().__init__(
             f"{destination} is broker {broker}, and refuses messages for {', '.join(others)}: "
             "add that broker to saf.toml as a destination; they are parked until then"
         )
         self.broker = broker
         self.others = others
-        self.rows = rows
 
 
 class NoDialogs(SafError):

@@ -9,7 +9,7 @@ import psycopg
 
 from saf import Unavailable
 from saf.database import Dsn, fetch
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.postgresql.inbox import PostgresInbox
 from tests import expiring
 from tests.pipeline import Cycle, connect, forwarding_rules
@@ -23,7 +23,7 @@ Broker = Callable[[str], Dsn]
 class AnswerLost(PostgresInbox):
     """Stores, and then does not say so."""
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         stored = super().store(chunk, exactly_once=exactly_once)
         if self.name == "other":
             raise Unavailable("destination 'other'", "the answer got lost")

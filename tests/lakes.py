@@ -15,6 +15,7 @@ from saf.destinations import Chunk
 from saf.destinations.lake.settings import LakeSettings
 from saf.failpoints import arm
 from saf.repair.reconcile import Outcome, reconcile
+from saf.testing.forwarder import all_stored
 from tests.pipeline import connect, forward, send
 
 WEEK = 7 * 86400.0
@@ -40,7 +41,7 @@ def problems(app: Dsn, lake: LakeSettings) -> list[str | None]:
 def store(lake: LakeSettings, chunk: Chunk) -> tuple[int, int]:
     """How many messages were stored, and dropped."""
     with closing(lake.open("lake")) as one:
-        done = one.store(chunk, exactly_once=True)
+        done = all_stored(one.store(chunk, exactly_once=True))
     return done.messages, done.dropped
 
 

@@ -26,7 +26,7 @@ from saf.errors import Fenced, Unavailable
 from saf.operating.doctor import examine
 from saf.repair.reconcile import reconcile
 from saf.setaside.lane import Kind
-from saf.testing.forwarder import Forwarder, start
+from saf.testing.forwarder import Forwarder, all_stored, start
 from tests.destinations import know, route, send_to
 from tests.lossy import Lossy
 from tests.pipeline import bodies, connect, forward, let_time_pass, send, stores
@@ -208,7 +208,7 @@ class OnceSuite(AnyQueueSuite):
             assert proxy.lost == 1 or (proxy.lost and self.insistent)
             proxy.lose_answers_to(b"")
             until(lambda: len(ids(queue)) in self.parts)
-            done = destination.store(chunk, exactly_once=True)
+            done = all_stored(destination.store(chunk, exactly_once=True))
         assert done.dropped >= min(self.parts)
         assert ids(queue) == [row["message_id"] for row in rows]
 
@@ -289,8 +289,10 @@ class QueueSuite(OnceSuite):
                 other.store(forwarder.chunk(late, lane=replayed), exactly_once=True)
 
         with interrupted(events, queue, store_others) as destination:
-            done = destination.store(
-                forwarder.chunk(rows, prefix=quality), exactly_once=quality == MAIN
+            done = all_stored(
+                destination.store(
+                    forwarder.chunk(rows, prefix=quality), exactly_once=quality == MAIN
+                )
             )
         assert (done.messages, done.dropped) == (400, 0)
         others = {row["message_id"] for row in late}

@@ -168,7 +168,7 @@ new:                                                        /* Task._forward */
     fi;
     atomic { rows = UP_TO(to) & ~UP_TO(at); buried = 0 }
     if
-    :: held -> goto park                                    /* Sending._waits */
+    :: held -> goto park                                    /* Task._waits */
     :: !held
     fi;
 #ifdef MARK_FIRST               /* planted: marked as forwarded, then stored */
@@ -298,14 +298,14 @@ unavailable:
 #if KIND != POSTGRESQL
     rows = before; read = 0;                                /* the client is thrown away */
 #endif
-#if QUALITY == AT_MOST_ONCE     /* Storing.store_once */
+#if QUALITY == AT_MOST_ONCE     /* storing.next_step */
     atomic { buried = buried | rows; rows = 0 };
     goto settle;
 #endif
     if
     :: true -> goto ask                                     /* while_unavailable */
     :: from_lane -> HOLD; goto new                          /* ParkedLanes.postpone */
-    :: !from_lane -> goto cycle                             /* Sending._stay_open */
+    :: !from_lane -> goto cycle                             /* Task._stay_open */
     :: !from_lane -> HOLD                                   /* SetAside.wait */
     fi;
 

@@ -223,7 +223,7 @@ new:
     :: atomic { at + 1 < end -> to = at + 1 }
     :: DIES
     fi;
-    atomic {                                                /* HeldLanes.look, parts.split */
+    atomic {                                                /* Context.look, parts.split */
         rows = UP_TO(to) & ~UP_TO(at) & ~earlier;
         behind = HELD;
         aside = rows & behind;
@@ -240,7 +240,7 @@ again:
     if
     :: what == STORED -> goto settle
     :: what == STORED && faults > 0 -> faults--; goto again
-    :: what == UNKNOWN ->                                   /* Storing._store_known */
+    :: what == UNKNOWN ->                                   /* Storing._divert */
         atomic {
             aside = fresh & OF_SERVICE; behind = OF_SERVICE; rows = fresh & ~OF_SERVICE;
             goto main

@@ -21,9 +21,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from saf.errors import Refused, Unavailable
+from saf.errors import Refused, SafError, Unavailable
+
+if TYPE_CHECKING:
+    import tenacity
 
 T = TypeVar("T")
 
@@ -193,8 +196,14 @@ def _same(descriptor: int) -> socket.socket:
         raise
 
 
-def while_unavailable(attempts: int, action: Callable[[], T]) -> T:
+def while_unavailable(
+    attempts: int,
+    action: Callable[[], T],
+    error_of: Callable[[T], SafError | None] = lambda _: None,
+) -> T:
     """Call ``action`` up to ``attempts`` times while it raises `Unavailable`; return its result.
+
+    ``error_of`` is the error that a result reports; such a result is retried like a raised error.
 
     This bridges outages of a few seconds, such as a server's restart. A server that hangs is not
     retried, because the first call has already waited for it. The last error is raised unchanged.
@@ -204,10 +213,16 @@ def while_unavailable(attempts: int, action: Callable[[], T]) -> T:
     return tenacity.Retrying(
         stop=tenacity.stop_after_attempt(attempts),
         wait=tenacity.wait_exponential(FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS),
-        retry=tenacity.retry_if_exception(_passing),
-        reraise=True,
+        retry=tenacity.retry_if_exception(_passing)
+        | tenacity.retry_if_result(lambda result: _passing(error_of(result))),
+        retry_error_callback=_outcome,
     )(action)
 
 
-def _passing(error: BaseException) -> bool:
+def _outcome(state: tenacity.RetryCallState) -> Any:
+    assert state.outcome is not None  # noqa: S101 - there was an attempt
+    return state.outcome.result()
+
+
+def _passing(error: BaseException | None) -> bool:
     return isinstance(error, Unavailable) and not (error.hangs or isinstance(error, Refused))

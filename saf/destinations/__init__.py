@@ -5,16 +5,22 @@ or module for each of saf's own kinds. Code outside a kind's folder does not kno
 `saf.destinations.settings.DestinationSettings`, which `saf.destinations.kinds` finds.
 
 A destination stores a chunk of messages in one transaction. If it can keep a watermark, it stores a
-chunk exactly once, no matter how often the chunk is given: ``exactly_once``. It raises:
+chunk exactly once, no matter how often the chunk is given: ``exactly_once``. If it can name the
+messages that are concerned, it returns a `Refusal`:
 
-    Unavailable      no answer; the chunk may or may not be stored; retry later
     UnknownService   an addressed service does not live there; nothing was stored
     AnotherBroker    a message is addressed to another broker; nothing was stored
+    Rejected, or     some messages were stored all the same, at a destination without marks
+    Unavailable
+
+If the whole chunk is refused, it raises:
+
+    Unavailable      no answer; the chunk may or may not be stored; retry later
     Fenced           the destination has met a newer owner of these shards; nothing was stored
     Ahead            the destination has stored what the source does not know; nothing was stored
     Behind           the destination has lost acknowledged messages; nothing was stored
     Restored         the destination was restored and not repaired; nothing was stored
-    Rejected         the destination answers, but does not accept these messages
+    Rejected         the destination answers, but does not accept some message of the chunk
 
 The `Capabilities` of a kind declare which of these it supports. `saf.testing.conformance` proves
 it.
@@ -28,6 +34,7 @@ from typing import TYPE_CHECKING, Protocol
 from uuid import UUID
 
 from saf.destinations.marks import Mark, Place
+from saf.errors import SafError
 from saf.log.cursor import Batch
 
 if TYPE_CHECKING:
@@ -92,6 +99,19 @@ class Stored:
     """Current marks of the lanes and shards of the chunk's messages."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Result of a chunk that was not stored as a whole."""
+
+    error: SafError
+    """The reason."""
+    rows: pa.Table | None = None
+    """The refused messages; the others can be given again without them. None: the whole chunk."""
+    stored: pa.Table | None = None
+    """Messages that were stored all the same, and are not given again. None: nothing was stored, or
+    what was stored is unknown."""
+
+
 class Destination(Protocol):
     """One place to deliver to. Used by one task at a time; the task closes it at its end."""
 
@@ -101,13 +121,13 @@ class Destination(Protocol):
     def connect(self) -> None:
         """Connect. If this fails, nothing was sent."""
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         """Store a chunk durably, all or nothing, and commit.
 
         A kind that cannot store a whole chunk in one step stores it in several, in order, each with
         the marks after it. If it raises in between, the marks show how far it got. It refuses and
         rejects messages before the first step. A kind without marks that stores only some of a
-        chunk lists them as `SafError.stored`: those messages are not given again.
+        chunk lists them as `Refusal.stored`.
         """
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:

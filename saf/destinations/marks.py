@@ -2,7 +2,8 @@
 
 A destination keeps a mark for each source, shard and lane. The mark moves in the atomic step that
 stores messages; at a broker it is a row of saf.watermark. After the destination's answer, the
-source writes the same mark into saf.acknowledged, in the transaction that moves its own position.
+source writes the same mark into saf.acknowledged, in the transaction that moves its own position
+(`saf.engine.acknowledged`).
 
 So at each contact the two marks are the same, with one exception: the answer for some messages got
 lost. Then the destination's mark is higher, and the source still has these messages in hand or has
@@ -34,90 +35,19 @@ source's own.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
 from uuid import UUID
 
-import psycopg
-
-from saf.database import array, fetch
 from saf.log.cursor import TIMES
-from saf.log.shards import LAST
-from saf.setaside.lane import BROKER, Kind, Lane, given
+from saf.setaside.lane import Kind, Lane
 
 Place = tuple[str, int]
 """A lane and a shard: each place has a mark. The quality and `place_name` make the lane's name."""
 
 MAIN = ""
 """Name of a destination's own lane."""
-
-# The newest version of each place; see saf.log.shards.newest
-ACKNOWLEDGED = f"""
-SELECT a.lane, a.shard, a.batch, a.position, a.opened_at
-FROM unnest(%(lanes)s::text[], %(shards)s::smallint[]) AS s (lane, shard)
-CROSS JOIN LATERAL (
-    SELECT * FROM saf.acknowledged
-    WHERE (destination, lane, shard, batch) <= (%(destination)s, s.lane, s.shard, {LAST})
-    ORDER BY destination DESC, lane DESC, shard DESC, batch DESC LIMIT 1
-) AS a
-WHERE a.destination = %(destination)s AND a.lane = s.lane AND a.shard = s.shard
-"""
-
-# ``known`` is the batch of the version that exists. A task that lags behind another task with the
-# same batch sets nothing back. Writing a mark again, after the answer to a commit got lost, changes
-# nothing.
-ACKNOWLEDGE = """
-WITH marks AS (
-    SELECT * FROM unnest(
-        %(lanes)s::text[], %(shards)s::smallint[], %(known)s::bigint[], %(batches)s::bigint[],
-        %(positions)s::bigint[], %(opened_at)s::timestamptz[])
-        AS m (lane, shard, known, batch, position, opened_at)
-), moved AS (
-    UPDATE saf.acknowledged a
-    SET batch = m.batch, position = m.position, opened_at = m.opened_at
-    FROM marks m
-    WHERE a.destination = %(destination)s AND a.lane = m.lane
-      AND a.shard = m.shard AND a.batch = m.known
-      AND (a.batch, a.position) <= (m.batch, m.position)
-)
-INSERT INTO saf.acknowledged (destination, lane, shard, batch, position, opened_at)
-SELECT %(destination)s, lane, shard, batch, position, opened_at FROM marks WHERE known IS NULL
-ON CONFLICT (destination, lane, shard, batch) DO NOTHING
-"""
-
-FORGET = """
-DELETE FROM saf.acknowledged a
-USING unnest(%(lanes)s::text[], %(shards)s::smallint[]) AS m (lane, shard)
-WHERE a.destination = %(destination)s AND a.lane = m.lane AND a.shard = m.shard
-"""
-
-LANES = f"""
-SELECT kind, subject, {BROKER} FROM saf.backoff
-WHERE subscription_id = %(subscription_id)s AND destination = %(name)s
-UNION
-SELECT kind, subject, {BROKER} FROM saf.taken_out
-WHERE subscription_id = %(subscription_id)s AND destination = %(name)s
-"""
-# Messages still in their lane, or taken out by an operator. If such a message is stored, the answer
-# got lost.
-PARKED = """
-SELECT m.place
-FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(brokers)s::uuid[], %(shards)s::smallint[],
-            %(opened_at)s::timestamptz[], %(places)s::int[])
-    AS m (kind, subject, broker, shard, opened_at, place)
-WHERE EXISTS (
-    SELECT FROM saf.parked p
-    WHERE p.subscription_id = %(subscription_id)s AND p.destination = %(name)s
-      AND (p.kind, p.subject, p.broker) = (m.kind, m.subject, m.broker)
-      AND p.shard = m.shard AND p.opened_at = m.opened_at)
-  OR EXISTS (
-    SELECT FROM saf.taken_out p
-    WHERE p.subscription_id = %(subscription_id)s AND p.destination = %(name)s
-      AND (p.kind, p.subject, p.broker) = (m.kind, m.subject, m.broker)
-      AND p.shard = m.shard AND p.opened_at = m.opened_at)
-"""
 
 AGAIN, ONCE = "again:", "once:"
 """Prefixes of lane names for the marks of at_least_once and at_most_once, which drop nothing."""
@@ -312,7 +242,8 @@ def compare(
     """Compare a destination's marks with those that its source remembers.
 
     ``in_hand`` is the batch that the source has in hand for each shard. If messages are parked, the
-    marks of their places look as if the source was set back; `not_parked` decides whether it was.
+    marks of their places look as if the source was set back. Whether it was is decided by
+    `saf.engine.acknowledged.not_parked`.
 
     >>> one, two = Mark(batch=1, acknowledged=True), Mark(batch=2, acknowledged=True)
     >>> here, of = ("", 7), {7: InHand(batch=5, opened_at=None)}
@@ -354,85 +285,6 @@ def _is_ahead(lane: str, mark: Mark, known: Mark, in_hand: InHand | None) -> boo
     if mark.acknowledged:
         return True
     return lane in (MAIN, AGAIN, ONCE) and mark.batch >= in_hand.batch
-
-
-def acknowledged(
-    connection: psycopg.Connection[Any], destination: UUID, places: Collection[Place]
-) -> dict[Place, Mark]:
-    """Return a destination's marks that a source remembers, for some places."""
-    params = {"destination": destination, **_columns(places)}
-    return {
-        (lane, shard): Mark.of(*mark)
-        for lane, shard, *mark in fetch(connection, ACKNOWLEDGED, params)
-    }
-
-
-def acknowledge(
-    connection: psycopg.Connection[Any],
-    destination: UUID,
-    marks: Mapping[Place, Mark],
-    known: Mapping[Place, Mark],
-) -> None:
-    """Remember marks, replacing the marks ``known``. Call it in a transaction."""
-    places = sorted(marks)
-    connection.execute(
-        ACKNOWLEDGE,
-        {
-            "destination": destination,
-            **_columns(places),
-            "known": array(known[place].batch if place in known else None for place in places),
-            "batches": array(marks[place].batch for place in places),
-            "positions": array(marks[place].position for place in places),
-            "opened_at": array(marks[place].opened_at for place in places),
-        },
-    )
-
-
-def adopt(
-    connection: psycopg.Connection[Any],
-    destination: UUID,
-    theirs: Mapping[Place, Mark],
-    which: Collection[Place],
-) -> None:
-    """Remember a destination's own marks for the places ``which``. Call it in a transaction."""
-    connection.execute(FORGET, {"destination": destination, **_columns(which)})
-    new = {place: theirs[place] for place in which if place in theirs}
-    acknowledge(connection, destination, {p: m for p, m in new.items() if m.number > (0, 0)}, {})
-
-
-def not_parked(
-    connection: psycopg.Connection[Any],
-    subscription_id: int,
-    name: str,
-    marks: Mapping[Place, Mark],
-) -> list[Place]:
-    """Return the places of marks without a message in their lane, parked or taken out of it.
-
-    ``name`` is the destination's. The marks of these places show that the source was set back.
-    """
-    if not marks:
-        return []
-    params: dict[str, Any] = {"subscription_id": subscription_id, "name": name}
-    lanes: dict[str, Lane] = {}
-    for kind, subject, broker in fetch(connection, LANES, params):
-        lane = Lane(kind=Kind(kind), subject=subject, broker=broker)
-        lanes |= {quality + place_name(lane): lane for quality in ("", AGAIN, ONCE)}
-    waiting = [(n, *entry) for n, entry in enumerate(marks.items()) if entry[0][0] in lanes]
-    params |= given(lanes[lane] for _, (lane, _), _ in waiting) | {
-        "shards": [shard for _, (_, shard), _ in waiting],
-        "opened_at": [mark.opened_at for _, _, mark in waiting],
-        "places": [number for number, _, _ in waiting],
-    }
-    parked = {place for (place,) in fetch(connection, PARKED, params)}
-    return sorted(place for number, place in enumerate(marks) if number not in parked)
-
-
-def _columns(places: Collection[Place]) -> dict[str, str]:
-    """Return places as two columns for a statement: ``lanes`` and ``shards``."""
-    return {
-        "lanes": array(lane for lane, _ in places),
-        "shards": array(shard for _, shard in places),
-    }
 
 
 ABSENT = ""

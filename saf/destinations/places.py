@@ -6,7 +6,7 @@ marks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from uuid import UUID
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.destinations import Chunk
+from saf.destinations import Chunk, Refusal
 from saf.destinations.marks import (
     MAIN,
     NOTHING,
@@ -103,17 +103,28 @@ def for_others(rows: pa.Table, identity: UUID) -> list[str]:
     return sorted(map(str, brokers - {identity}))
 
 
-def not_for(
-    where: str, identity: UUID, rows: pa.Table, behind: Collection[str]
-) -> AnotherBroker | UnknownService | None:
+def not_for(where: str, identity: UUID, rows: pa.Table, behind: Collection[str]) -> Refusal | None:
     """Return why a destination that knows no services must not store rows; None if it may.
 
     ``behind`` is the chunk's: messages for these services wait, to keep their order.
     """
     if brokers := for_others(rows, identity):
-        return AnotherBroker(where, str(identity), brokers, rows)
+        return of_brokers(where, str(identity), brokers, rows)
     waiting = sorted({*behind} & {*pc.unique(rows["to_service"]).to_pylist()}) if behind else []
-    return UnknownService(where, waiting, rows) if waiting else None
+    return of_services(where, waiting, rows) if waiting else None
+
+
+def of_services(where: str, services: Sequence[str], rows: pa.Table) -> Refusal:
+    """Return the refusal of those rows that are for services unknown to a destination."""
+    refused = pc.is_in(rows["to_service"], pa.array(services, pa.string()))
+    return Refusal(error=UnknownService(where, services), rows=rows.filter(refused))
+
+
+def of_brokers(where: str, identity: str, others: Sequence[str], rows: pa.Table) -> Refusal:
+    """Return the refusal of those rows that are for brokers other than ``identity``."""
+    brokers = pa.array([UUID(other).bytes for other in others], pa.binary())
+    refused = pc.is_in(rows["to_broker"], value_set=brokers, skip_nulls=True)
+    return Refusal(error=AnotherBroker(where, identity, others), rows=rows.filter(refused))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +133,7 @@ class Verdict:
 
     rows: pa.Table
     """Messages that are not stored yet."""
-    wrong: AnotherBroker | UnknownService | None
+    wrong: Refusal | None
     """Reason why they must not be stored. The epochs rise nevertheless."""
     moved: Mapping[Place, Mark]
     """Marks that move: those of the places of the chunk's messages, and those of `noting`. Empty if

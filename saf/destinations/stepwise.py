@@ -22,7 +22,7 @@ from uuid import UUID
 import numpy as np
 import pyarrow as pa
 
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.mapping import Mapped
 from saf.destinations.marks import Mark, Place, read, written
 from saf.destinations.places import Verdict, guarded, judged, last_of, refuse
@@ -141,7 +141,7 @@ class Stepwise(ABC, Generic[Link]):
         if link is not None:
             self._shut(link)
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         """Store a chunk; see `saf.destinations.Destination`."""
         identity, total = self.identity(), chunk.rows.num_rows
         stored, moved = 0, dict[Place, Mark]()
@@ -165,7 +165,7 @@ class Stepwise(ABC, Generic[Link]):
                 raise Unavailable(self.what, "others move the same marks again and again")
         fail_point("mom_commit")
         if verdict.wrong:
-            raise verdict.wrong
+            return verdict.wrong
         return Stored(messages=stored, dropped=total - stored, marks=moved)
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:

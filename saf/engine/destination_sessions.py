@@ -16,9 +16,11 @@ from uuid import UUID
 
 import psycopg
 
-from saf.destinations import Chunk, Destination, Stored
-from saf.destinations.marks import AGAIN, ONCE, Mark, Place, acknowledge, acknowledged, not_parked
+from saf.database.patience import while_unavailable
+from saf.destinations import Chunk, Destination, Refusal, Stored
+from saf.destinations.marks import AGAIN, ONCE, Mark, Place
 from saf.destinations.places import touched
+from saf.engine.acknowledged import acknowledge, acknowledged, not_parked
 from saf.engine.parts import Part
 from saf.engine.source_session import SourceSession
 from saf.engine.work import ForwardingRules, Work
@@ -76,13 +78,17 @@ class DestinationSessions:
     )
     """Marks to acknowledge: the destination, its marks, and its marks before them."""
 
-    def store(self, part: Part, chunk: Chunk) -> Stored:
+    def store(self, part: Part, chunk: Chunk) -> Stored | Refusal:
         """Store a chunk at its part's destination, if the marks there are the known ones.
 
-        Raises:
-            Ahead, Behind: the marks there differ: the source, or the destination, was set back.
-            SafError: any other error that `saf.destinations.Destination.store` raises.
+        An error that is raised is the refusal of the whole chunk: those of
+        `saf.destinations.Destination.store`, and `Ahead` or `Behind` if the marks differ, because
+        the source, or the destination, was set back.
         """
+        attempts = 1 if part.quality == AT_MOST_ONCE else self.rules.attempts
+        return _answered(attempts, lambda: self._store(part, chunk))
+
+    def _store(self, part: Part, chunk: Chunk) -> Stored | Refusal:
         assert part.destination is not None  # noqa: S101 - the caller's to see to
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
         with forwarding(name, chunk.rows):
@@ -91,6 +97,8 @@ class DestinationSessions:
                 chunk,
                 lambda destination, own: destination.store(own, exactly_once=exactly_once),
             )
+        if isinstance(stored, Refusal):
+            return stored
         own = {*touched(replace(chunk, prefix=prefix(part)))}
         new = {p: mark for p, mark in stored.marks.items() if p in own and known.get(p) != mark}
         if new:
@@ -98,10 +106,12 @@ class DestinationSessions:
             self._known[name] |= new
         return stored
 
-    def marks(self, part: Part, chunk: Chunk) -> Mapping[Place, Mark]:
-        """Ask the destination of a part for its marks of a chunk's lanes; raise as `store` does."""
-        _, marks = self._in_step(part, chunk, lambda destination, own: destination.marks(own))
-        return marks
+    def marks(self, part: Part, chunk: Chunk) -> Mapping[Place, Mark] | Refusal:
+        """Ask the destination of a part for its marks of a chunk's lanes; or why it refuses."""
+        return _answered(
+            self.rules.attempts,
+            lambda: self._in_step(part, chunk, lambda destination, own: destination.marks(own))[1],
+        )
 
     def acknowledge(self, source: psycopg.Connection[Any]) -> None:
         """Write what destinations have stored, in the transaction that moves the position past
@@ -199,6 +209,20 @@ class DestinationSessions:
             found = self.source_session.find(lambda source: acknowledged(source, identity, missing))
             known |= {place: found.get(place) for place in missing}
         return {place: mark for place in places if (mark := known[place]) is not None}
+
+
+def _answered(attempts: int, ask: Callable[[], T | Refusal]) -> T | Refusal:
+    """Return an answer; while the destination is unavailable, ask up to ``attempts`` times."""
+
+    def answer() -> T | Refusal:
+        try:
+            return ask()
+        except SafError as error:
+            return Refusal(error=error)
+
+    return while_unavailable(
+        attempts, answer, lambda found: found.error if isinstance(found, Refusal) else None
+    )
 
 
 def prefix(part: Part) -> str:

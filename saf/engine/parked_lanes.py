@@ -1,22 +1,27 @@
-"""Parked lanes: the lanes of one task's shards, and the parked messages in them.
-
-`HeldLanes` are the lanes that the task knows (see `saf.setaside.lane`). New messages that belong in
-a held lane park behind its older messages.
+"""Parked lanes: the parked messages of one task's shards.
 
 `ParkedLanes` takes messages out of their lanes, wherever they go next. It reads them lane by lane,
 in order and in chunks, and runs a step for each chunk. Settled messages leave their lane in a
 transaction that only the owner of the shards can commit. Until then the lanes are in hand
-(`saf.setaside.in_hand`), so that no operator decides about a message that is on its way.
+(`saf.setaside.in_hand`), so that no operator decides about a message that is on its way. A message
+for which the step raises even when alone becomes a dead letter.
 
-A message for which the step raises even when alone becomes a dead letter. Where messages go is not
-decided here: the steps are those of `saf.engine.finding_routes` and `saf.engine.releasing`.
+`FindingRoutes` moves messages that wait for a route, or for their router, once a route exists. They
+move to lanes of the destinations that routes lead to; a topic's message moves as one copy per
+destination. Each chunk is one transaction, and the messages keep their place in the order. From
+then on each copy waits for its destination alone. Nothing is sent here: see
+`saf.engine.releasing`.
+
+A message without a way out stays in its lane, and new messages wait behind it. A message that its
+router cannot resolve, or for which a transform fails, becomes a dead letter. If the turn ends
+early, the rest keeps its place, and the next turn continues.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -24,90 +29,38 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from saf.engine.brake import Brake
-from saf.engine.chunks import chunks
-from saf.engine.destination_sessions import DestinationSessions
+from saf.engine.context import Context
+from saf.engine.parts import share
 from saf.engine.set_aside import SetAside
-from saf.engine.source import read
-from saf.engine.source_session import SourceSession
-from saf.engine.work import ForwardingRules, Receipts, Work
+from saf.engine.source import chunks, read
+from saf.engine.transforming import inputs_of
 from saf.errors import SafError
 from saf.failpoints import fail_point
-from saf.log.cursor import Batch, lock_cursors
+from saf.log.columns import selected
+from saf.log.cursor import lock_cursors
 from saf.setaside import backoff, parking
 from saf.setaside.isolation import isolate
-from saf.setaside.lane import Kind, Lane, found_lane, service_lane
-from saf.setaside.lane_columns import LANE, given_of, lanes_of, route_lanes
+from saf.setaside.lane import Kind, Lane
+from saf.setaside.lane_columns import (
+    KIND,
+    LANE,
+    broker_of,
+    either,
+    found_lanes,
+    given_of,
+    in_lanes,
+    lanes_of,
+    route_lanes,
+)
+from saf.setaside.parking import ADDRESS
 
 
-@dataclass
-class HeldLanes:
-    """Lanes that new messages park in, and due lanes that had nothing to try.
-
-    A task knows from the start which lanes a destination has. The number of services' lanes has no
-    bound, so a task looks up those of each chunk's services.
-    """
-
-    held: dict[Lane, str] = field(default_factory=dict)
-    """The lanes that new messages must park in, each with the reason."""
-    ahead: set[Lane] = field(default_factory=set)
-    """Lanes with messages that the batch itself set aside before a crash. They stay held until the
-    position has passed these messages, because later messages of the batch must stay behind
-    them."""
-    untried: set[Lane] = field(default_factory=set)
-    """Lanes that are due, but contained nothing of these shards to try."""
-    of_services: bool = False
-    """Whether lanes of services may exist."""
-
-    def hold(self, lane: Lane, why: str) -> None:
-        """Park new messages behind this lane; behind a replay, all for its destination."""
-        self.held[lane] = why
-        self.of_services |= lane.of_service
-        if lane.kind == Kind.REPLAY:
-            self.held[Lane(destination=lane.destination)] = why
-
-    def open(self, lane: Lane) -> None:
-        """Note that the lane has nothing of these shards, unless the batch has put it there."""
-        if lane in self.ahead:
-            return
-        if Lane(destination=lane.destination, kind=Kind.REPLAY) not in self.held:
-            self.held.pop(lane, None)
-
-    def look(self, source_session: SourceSession, batch: Batch, *messages: pa.Table) -> None:
-        """Find the lanes of some messages' services; afterwards no other service's lane is held."""
-        if self.of_services:
-            older = {lane for rows in messages for lane in _older(rows)}
-            found = source_session.find(
-                lambda source: backoff.held(source, batch.subscription_id, batch.shards, older)
-            )
-            others = {lane: why for lane, why in self.held.items() if not lane.of_service}
-            self.held = others | found
-
-    def services(self, destination: str) -> frozenset[str]:
-        """Return the services whose messages wait for the destination to know them."""
-        lanes = [lane for lane in self.held if lane.destination == destination]
-        return frozenset(lane.subject for lane in lanes if lane.kind == Kind.SERVICE)
-
-
-def _older(rows: pa.Table) -> set[Lane]:
-    """Return all lanes where older messages for the same services may wait, at any destination."""
-    routes, _ = lanes_of(route_lanes(rows))
-    found = (found_lane("", lane) for lane in routes)
-    return {*routes, *found, *(service_lane("", lane.subject) for lane in routes)}
-
-
-@dataclass(kw_only=True)
 class ParkedLanes:
     """The lanes that hold messages of one task's shards."""
 
-    work: Work
-    rules: ForwardingRules
-    source_session: SourceSession
-    lanes: HeldLanes
-    receipts: Receipts
-    destinations: DestinationSessions
-    brake: Brake
-    _until: float = field(init=False, default=0.0)
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._until = 0.0
 
     def begin(self, seconds: float) -> None:
         """Begin a turn of ``seconds``."""
@@ -115,14 +68,14 @@ class ParkedLanes:
 
     @property
     def over(self) -> bool:
-        """Whether the turn is over: no further chunk is begun."""
-        return time.monotonic() > self._until
+        """Whether the turn is over, or the task stops: no further chunk is begun."""
+        return self.context.stopping or time.monotonic() > self._until
 
     def hold(self, lanes: Collection[Lane], why: str) -> None:
         """Park new messages behind these lanes. Lanes of services are looked up instead."""
         for lane in lanes:
             if not lane.of_service:
-                self.lanes.hold(lane, why)
+                self.context.lanes.hold(lane, why)
 
     def read(
         self,
@@ -134,8 +87,9 @@ class ParkedLanes:
     ) -> Iterator[pa.Table]:
         """Read the lanes' messages of these shards in chunks, each lane in order."""
         if lanes:
-            query = parking.in_lanes(self.work.batch, destination, lanes, columns, found=found)
-            yield from chunks(read(self.work, query), self.rules.chunk_rows, self.rules.chunk_bytes)
+            work, rules = self.context.work, self.context.rules
+            query = parking.in_lanes(work.batch, destination, lanes, columns, found=found)
+            yield from chunks(read(work, query), rules.chunk_rows, rules.chunk_bytes)
 
     def isolate(self, destination: str, rows: pa.Table, step: Callable[[pa.Table], None]) -> None:
         """Run a step for messages of lanes; a message that fails alone becomes a dead letter.
@@ -148,16 +102,10 @@ class ParkedLanes:
 
         def undo() -> None:
             ids = numbers.to_pylist()
-            here = self.source_session(
+            here = self.context.source(
                 lambda source: parking.still(source, destination, given_of(lanes), ids)
             )
             gone.update(number for number in ids if number not in here)
-
-        def remaining(part: pa.Table) -> pa.Table:
-            if not gone:
-                return part
-            out = pc.is_in(part["parked_id"], pa.array(list(gone), pa.int64()))
-            return part.filter(pc.invert(out))
 
         def bury(message: pa.Table, error: str) -> None:
             if message["parked_id"][0].as_py() not in gone:
@@ -166,51 +114,217 @@ class ParkedLanes:
                 self.settle(message, set_aside)
 
         def make(part: pa.Table) -> None:
-            left = remaining(part)
-            if left.num_rows:
-                step(left)
+            if gone:
+                out = pc.is_in(part["parked_id"], pa.array(list(gone), pa.int64()))
+                part = part.filter(pc.invert(out))
+            if part.num_rows:
+                step(part)
 
-        if self.source_session.let_slip():
+        if self.context.source.let_slip():
             undo()
         isolate(rows, make, bury, undo)
 
     def aside(self, destination: str = "") -> SetAside:
         """Return an empty `SetAside` for messages of a chunk of lanes."""
         return SetAside(
-            work=self.work,
+            work=self.context.work,
             from_lanes=True,
             destination=destination,
-            max_bytes=self.rules.max_bytes,
+            max_bytes=self.context.rules.max_bytes,
         )
 
     def settle(self, rows: pa.Table, set_aside: SetAside) -> None:
         """Take messages out of their lane, unless they stay there."""
 
         def settle(source: psycopg.Connection[Any]) -> None:
-            lock_cursors(source, self.work.batch)
+            lock_cursors(source, self.context.work.batch)
             gone = set_aside.write_from_lanes(source, rows["parked_id"].to_pylist())
             set_aside.count_left_out(source, among=gone)
-            self.destinations.acknowledge(source)
-            self.brake.write(source)
+            self.context.write(source)
             fail_point("unpark")
 
-        self.source_session(settle)
-        self.destinations.settled()
-        self.brake.written()
+        self.context.source(settle)
+        self.context.written()
         set_aside.written()
-        self.receipts.of(None).dead += set_aside.dead_letters
+        self.context.receipts.of(None).dead += set_aside.dead_letters
         fail_point("unpark_commit")
 
     def postpone(self, failed: Mapping[Lane, SafError]) -> None:
         """Note that attempts at lanes have failed, and park new messages behind these lanes."""
         if failed:
-            subscription_id = self.work.batch.subscription_id
+            subscription_id = self.context.work.batch.subscription_id
             for lane, error in failed.items():
                 self.hold([lane], str(error))
-            self.source_session(lambda source: backoff.postpone(source, subscription_id, failed))
+            self.context.source(lambda source: backoff.postpone(source, subscription_id, failed))
 
     def succeed(self, lanes: Collection[Lane]) -> None:
         """Note that the tried messages of lanes are gone, so their backoff starts again."""
         if lanes:
-            subscription_id = self.work.batch.subscription_id
-            self.source_session(lambda source: backoff.succeeded(source, subscription_id, lanes))
+            subscription_id = self.context.work.batch.subscription_id
+            self.context.source(lambda source: backoff.succeeded(source, subscription_id, lanes))
+
+
+class FindingRoutes:
+    """Moves one task's parked messages to where routes lead now."""
+
+    def __init__(self, context: Context, parked: ParkedLanes) -> None:
+        self.context = context
+        self.parked = parked
+        self._untransformed = False
+        """Whether some messages have no result of their router's transform yet."""
+        self._left: dict[Lane, Lane] = {}
+        """For each lane of messages sent again, the lane that the first one left would wait in."""
+
+    def find(self, lanes: Sequence[Lane]) -> set[Lane]:
+        """Move messages that waited for a route to where routes lead now; return their new
+        lanes."""
+        if not lanes:
+            return set()
+        found: set[Lane] = set()
+        routable = self._led(lanes)
+        in_time, self._untransformed = True, False
+        self._left.clear()
+        needed = (
+            [*selected(self.context.rules.max_bytes)]
+            if self.context.resolver
+            else ["id", "shard", *ADDRESS]
+        )
+        columns = [
+            "parked_id",
+            *LANE,
+            sql.SQL("id AS log_id"),
+            *parking.as_log(needed, found=False),
+        ]
+        with self.context.source.in_hand(""):
+            for rows in self.parked.read("", routable, columns, found=False):
+                self.parked.isolate("", rows, partial(self._find_routes, found))
+                if self.parked.over or self._untransformed:
+                    in_time = False
+                    break
+        self._stay(lanes if in_time else [lane for lane in lanes if lane not in routable])
+        if not in_time:
+            self.parked.succeed(routable)
+        return found
+
+    def _led(self, lanes: Sequence[Lane]) -> set[Lane]:
+        """Return the lanes in which some message may have a way out.
+
+        A lane names its service, so lanes without a way out need not be read.
+        """
+        unrouted = [lane for lane in lanes if lane.unrouted]
+        brokers = [lane.broker and lane.broker.bytes for lane in unrouted]
+        rows = self.context.matcher.route(
+            pa.table(
+                {
+                    "number": pa.array(range(len(unrouted)), pa.int64()),
+                    "to_service": pa.array([lane.subject for lane in unrouted], pa.string()),
+                    "to_broker": pa.array(brokers, pa.binary()),
+                }
+            )
+        )
+        routers = pa.array(
+            [router.service for router in self.context.work.routes.routers], pa.string()
+        )
+        mask = pc.or_(rows["route"].is_valid(), pc.is_in(rows["to_service"], routers))
+        others = {lane for lane in lanes if not lane.unrouted}
+        return others.union(unrouted[n] for n in rows.filter(mask)["number"].to_pylist())
+
+    def _stay(self, lanes: Sequence[Lane]) -> None:
+        """Note that the messages left in these lanes have no way out."""
+        here = self.context.source(lambda s: parking.occupied(s, self.context.work.batch, lanes))
+        obstacle = self.context.resolver.obstacle
+        self.parked.postpone({lane: obstacle(self._left.get(lane, lane)) for lane in here})
+        self.context.lanes.untried.update(lane for lane in lanes if lane not in here)
+
+    def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
+        """Move messages to where routes lead now, and add to ``found`` the lanes they moved to."""
+        if self._untransformed:
+            return
+        if "body" in rows.column_names and rows["body"].null_count:
+            set_aside = self.parked.aside()
+            readable = set_aside.bury_unread(rows)
+            self.parked.settle(rows.filter(pc.is_null(rows["body"])), set_aside)
+            rows = readable
+        resolution = self.context.resolver.resolve(self._transformed(rows))
+        for unresolved, error in resolution.dead:
+            # a message that its router cannot resolve leaves its lane
+            set_aside = self.parked.aside()
+            set_aside.bury(unresolved, "", "unresolved", error)
+            self.parked.settle(unresolved, set_aside)
+        routed = self.context.matcher.route(resolution.rows)
+        routable = routed["route"].is_valid()
+        self._note_left(resolution.waiting)
+        self._note_left(routed.filter(pc.invert(routable)))
+        routed = routed.filter(routable)
+        found |= self._move(share(routed, self.context.matcher.matches, self.context.source.choose))
+
+    def _note_left(self, rows: pa.Table | None) -> None:
+        """Note the service that a message waits for, if the message's lane does not name it."""
+        if rows is None:
+            return
+        for kind in (Kind.RETRY, Kind.REPLAY):
+            first = rows.filter(pc.equal(rows[KIND], str(kind))).slice(0, 1)
+            for lane in lanes_of(route_lanes(first))[0]:
+                self._left.setdefault(Lane(kind=kind), lane)
+
+    def _transformed(self, rows: pa.Table) -> pa.Table:
+        """Return messages before the first that has to wait for the transform of its router.
+
+        Results of messages that were sent to a router are kept before the messages are redirected.
+        """
+        if not self.context.transforming.routers:
+            return rows
+        source_session, set_aside = self.context.source, self.parked.aside()
+        rows, why = self.context.transforming.ready(rows, source_session, led_on=False)
+        self._untransformed = why is not None
+        routers = pa.array(self.context.transforming.routers, pa.string())
+        inputs = rows.filter(pc.is_in(rows["to_service"], routers))
+        fit = self.context.transforming.bury_at_fault(inputs, set_aside)
+        if set_aside:
+            bad = inputs_of(inputs, fit, but=True)
+            self.parked.settle(bad, set_aside)
+            rows = inputs_of(rows, bad, but=True)
+        self.context.transforming.keep(fit, source_session)
+        return rows
+
+    def _move(self, rows: pa.Table) -> set[Lane]:
+        to = list(self._copies(rows))
+        lanes = {_lane(name, row) for name, _, copies in to for row in copies}
+        gone = {row["parked_id"] for _, _, copies in to for row in copies}
+        subscription_id = self.context.work.batch.subscription_id
+
+        def move(source: psycopg.Connection[Any]) -> None:
+            lock_cursors(source, self.context.work.batch)
+            parking.touch(source, subscription_id, lanes, "has found a route")
+            for destination, quality, copies in to:
+                parking.copy(source, destination, quality, copies)
+            parking.unpark(source, sorted(gone))
+            fail_point("routed")
+
+        if to:
+            self.context.source(move)
+        return lanes
+
+    def _copies(self, rows: pa.Table) -> Iterator[tuple[str, str | None, list[dict[str, Any]]]]:
+        """Yield each destination and quality, with the messages that go there and their new
+        lanes."""
+        waited_for_route = pc.equal(rows[KIND], str(Kind.ROUTE))
+        rows = in_lanes(rows, found_lanes(either(waited_for_route, route_lanes(rows), rows)))
+        by_destination: dict[tuple[str, str | None], list[int]] = {}
+        for number in pc.unique(rows["route"]).to_pylist():
+            match = self.context.matcher.matches[number]
+            for route in match.routes:
+                if match.to_all or route.destination in self.context.rules.qualities:
+                    by_destination.setdefault((route.destination, route.quality), []).append(number)
+        for (destination, quality), numbers in by_destination.items():
+            part = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
+            yield destination, quality, part.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
+
+
+def _lane(destination: str, row: Mapping[str, Any]) -> Lane:
+    return Lane(
+        destination=destination,
+        kind=Kind(row["kind"]),
+        subject=row["subject"],
+        broker=broker_of(row["broker"]),
+    )

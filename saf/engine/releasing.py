@@ -1,7 +1,7 @@
 """Releasing: due parked messages are delivered before new ones.
 
 Messages that have waited for a route, or for their router, first move to lanes of the destinations
-that routes lead to now (`saf.engine.finding_routes`).
+that routes lead to now (`saf.engine.parked_lanes.FindingRoutes`).
 
 Lanes of a destination are released together, by their rank (`saf.setaside.backoff.rank`): one
 ordered read, and chunks that each go to the destination in one transaction, whatever lanes their
@@ -14,8 +14,8 @@ had no turn.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -25,15 +25,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
+from saf.engine.context import Context
 from saf.engine.destination_sessions import nowhere
-from saf.engine.finding_routes import FindingRoutes
-from saf.engine.parked_lanes import HeldLanes, ParkedLanes
+from saf.engine.parked_lanes import FindingRoutes, ParkedLanes
 from saf.engine.parts import Part
 from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
-from saf.engine.source_session import SourceSession
 from saf.engine.storing import Storing
-from saf.engine.transforming import Transforming
-from saf.engine.work import ForwardingRules, Receipts, Work
 from saf.errors import ConfigurationError, SafError, Unavailable
 from saf.failpoints import fail_point
 from saf.log.columns import selected
@@ -58,60 +55,59 @@ RELEASE_SECONDS = 5.0
 """Seconds after which no further chunk is begun; the current chunk is finished."""
 
 
-@dataclass(kw_only=True)
 class Releasing:
     """Delivers one task's parked messages."""
 
-    work: Work
-    rules: ForwardingRules
-    source_session: SourceSession
-    lanes: HeldLanes
-    receipts: Receipts
-    storing: Storing
-    transforming: Transforming
-    parked: ParkedLanes
-    finding_routes: FindingRoutes
+    def __init__(self, context: Context, storing: Storing) -> None:
+        self.context = context
+        self.storing = storing
+        self.parked = ParkedLanes(context)
+        self.finding_routes = FindingRoutes(context, self.parked)
 
     def release_all(self) -> None:
         """Deliver the due messages of these shards in the lanes of the work."""
         self.parked.begin(RELEASE_SECONDS)
-        if self.work.of_services:
+        context = self.context
+        if context.work.of_services:
             self._bury_unrouted()
-        for lane in self.work.waiting:
+        for lane in context.work.waiting:
             if not lane.due:
-                self.lanes.hold(lane.own, lane.error)
-        due = {lane.own: lane for lane in self.work.waiting if lane.due}
+                context.lanes.hold(lane.own, lane.error)
+        due = {lane.own: lane for lane in context.work.waiting if lane.due}
         found = self.finding_routes.find([lane for lane in due if not lane.destination])
         if found:
-            subscription_id = self.work.batch.subscription_id
-            now = self.source_session(lambda source: backoff.named(source, subscription_id, found))
-            due |= {lane.own: lane for lane in now if lane.due}
+            due |= {lane.own: lane for lane in self._named(found) if lane.due}
         routed = backoff.in_turn(lane for lane in due.values() if lane.destination)
         for number, ((destination, _), group) in enumerate(groupby(routed, _group)):
             lanes = [lane.own for lane in group]
-            if number and (self.parked.over or self.storing.stopping):
+            if number and self.parked.over:
                 self.parked.hold(lanes, "others had their turn")
             else:
-                with self.source_session.in_hand(destination):
+                with context.source.in_hand(destination):
                     self._release(destination, lanes)
 
     def forget_untried(self) -> None:
         """Forget lanes that had no messages here, and that got no new ones."""
-        if self.lanes.untried:
-            subscription_id, untried = self.work.batch.subscription_id, self.lanes.untried
-            self.source_session(lambda source: backoff.forget(source, subscription_id, untried))
+        if untried := self.context.lanes.untried:
+            subscription_id = self.context.work.batch.subscription_id
+            self.context.source(lambda source: backoff.forget(source, subscription_id, untried))
+
+    def _named(self, lanes: Collection[Lane]) -> Sequence[Backoff]:
+        """Return what the source knows of lanes."""
+        subscription_id = self.context.work.batch.subscription_id
+        return self.context.source(lambda source: backoff.named(source, subscription_id, lanes))
 
     def _bury_unrouted(self) -> None:
         """Make dead letters of messages that expired without a route and were sent nowhere."""
 
         def bury(source: psycopg.Connection[Any]) -> int:
-            lock_cursors(source, self.work.batch)
-            return dropped.bury_unrouted(source, self.work.batch)
+            lock_cursors(source, self.context.work.batch)
+            return dropped.bury_unrouted(source, self.context.work.batch)
 
         dead = dropped.AT_ONCE
         while dead == dropped.AT_ONCE:
-            dead = self.source_session(bury)
-            self.receipts.of(None).dead += dead
+            dead = self.context.source(bury)
+            self.context.receipts.of(None).dead += dead
         fail_point("unrouted_expired")
 
     def _release(self, destination: str, lanes: Sequence[Lane]) -> None:
@@ -121,36 +117,36 @@ class Releasing:
         free, tried = set(lanes) - blocked.keys(), set[Lane]()
         left = free - self._behind_replay(destination, free)
         for rows in self._parked(destination, left):
-            if tried and (self.parked.over or self.storing.stopping):
+            if tried and self.parked.over:
                 self.parked.succeed(tried & left)
                 self.parked.hold(left, "others had their turn")
                 return
             tried.update(lanes_of(rows, destination)[0])
             self.parked.isolate(destination, rows, partial(self._deliver, destination, left))
             if not left:
-                return
+                break
         for lane in left & tried:
-            self.lanes.open(lane)
+            self.context.lanes.open(lane)
         self.parked.succeed(left & tried)
-        self.lanes.untried |= left - tried
+        self.context.lanes.untried |= left - tried
 
     def _blocked(self, destination: str, lanes: Sequence[Lane]) -> dict[Lane, SafError]:
         """Return the lanes that cannot leave, and why: no match, or older messages wait
         elsewhere."""
-        if destination not in self.rules.qualities:
+        if destination not in self.context.rules.qualities:
             return dict.fromkeys(lanes, nowhere(destination))
-        main = Lane(destination=destination)
-        of_services = [other for other in lanes if other.kind in (Kind.SERVICE, Kind.FOUND_ROUTE)]
-        if main in self.lanes.held:
-            return {lane: _behind(lane, main, self.lanes.held[main]) for lane in of_services}
-        known_by = {
-            lane: service_lane(destination, lane.subject) for lane in of_services if lane.found
+        main, held = Lane(destination=destination), self.context.lanes.held
+        older = {
+            lane: main if main in held else service_lane(destination, lane.subject)
+            for lane in lanes
+            if lane.kind in (Kind.SERVICE, Kind.FOUND_ROUTE) and (main in held or lane.found)
         }
-        held = self._held({*known_by.values()})
+        if main not in held:
+            held = self.context.held_among({*older.values()})
         return {
-            lane: _behind(lane, older, held[older])
-            for lane, older in known_by.items()
-            if older in held
+            lane: _behind(lane, other, held[other])
+            for lane, other in older.items()
+            if other in held
         }
 
     def _behind_replay(self, destination: str, lanes: Collection[Lane]) -> set[Lane]:
@@ -161,37 +157,29 @@ class Releasing:
         """
         main = Lane(destination=destination)
         replay = Lane(destination=destination, kind=Kind.REPLAY)
-        if main not in lanes or replay not in self.lanes.held or not self._held({replay}):
+        held = main in lanes and replay in self.context.lanes.held
+        if not held or not self.context.held_among({replay}):
             return set()
-        subscription_id = self.work.batch.subscription_id
-        for lane in self.source_session(lambda s: backoff.named(s, subscription_id, {replay})):
+        for lane in self._named({replay}):
             if lane.due:
                 self.parked.hold([main], lane.error)
             else:
                 self.parked.postpone({main: _behind(main, replay, lane.error)})
         return {main}
 
-    def _held(self, lanes: Collection[Lane]) -> Mapping[Lane, str]:
-        batch = self.work.batch
-        if not lanes:
-            return {}
-        return self.source_session(
-            lambda source: backoff.held(source, batch.subscription_id, batch.shards, lanes)
-        )
-
     def _deliver(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
         """Deliver a chunk, and take delivered messages out of their lane.
 
         Only messages of the lanes ``left`` are delivered; lanes that fail are removed from it.
         """
-        rows, why = self.transforming.ready(rows.filter(is_in(rows, left)), self.source_session)
+        transforming, source = self.context.transforming, self.context.source
+        rows, why = transforming.ready(rows.filter(is_in(rows, left)), source)
         if rows.num_rows:
             self._deliver_ready(destination, left, rows)
         if why is not None and left:
-            problem = ConfigurationError(why)
             self.parked.hold(left, why)
-            if why in self.transforming.problems.values():
-                self.parked.postpone(dict.fromkeys(left, problem))
+            if why in transforming.problems.values():
+                self.parked.postpone(dict.fromkeys(left, ConfigurationError(why)))
             left.clear()
 
     def _deliver_ready(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
@@ -204,7 +192,7 @@ class Releasing:
                 set_aside.wait(part)
             else:
                 self.storing.store(part, set_aside)
-        if destination in set_aside.down or self.storing.brake.engaged(destination):
+        if destination in set_aside.down or self.context.brake.engaged(destination):
             for part in at_most_once:
                 set_aside.wait(part)
             at_most_once = []
@@ -228,8 +216,8 @@ class Releasing:
         """Yield deliverable parts by quality; bury messages too large, in doubt or expired."""
         kind = rows[KIND][0].as_py()
         rows = set_aside.bury_unread(rows)
-        rows = self.transforming.bury_at_fault(rows, set_aside)
-        self.transforming.keep(rows, self.source_session)
+        rows = self.context.transforming.bury_at_fault(rows, set_aside)
+        self.context.transforming.keep(rows, self.context.source)
         if kind == Kind.DOUBT:
             set_aside.bury(rows, destination, *MAY_HAVE_LEFT)
             return
@@ -248,10 +236,9 @@ class Releasing:
             return part
         never = part.rows.filter(expired_ones)
         if part.quality != AT_MOST_ONCE:  # a message sent at most once has left its lane
-            try:
-                never = self.storing.not_stored(part, never, set_aside)
-            except SafError:
-                return part  # it waits now, or storing raises the same error
+            never = self.storing.not_stored(part, never, set_aside)
+            if never is None:
+                return part
         set_aside.bury(never, part.waits_at, "expired", dropped.EXPIRED)
         gone = pc.is_in(part.rows["parked_id"], never["parked_id"].combine_chunks())
         return replace(part, rows=part.rows.filter(pc.invert(gone)))
@@ -262,7 +249,7 @@ class Releasing:
         set_aside = self.parked.aside()
         isolate(
             part.rows,
-            lambda rows: self.storing.store_once(replace(part, rows=rows), set_aside),
+            lambda rows: self.storing.store(replace(part, rows=rows), set_aside),
             lambda message, error: set_aside.bury(message, part.waits_at, "rejected", error),
         )
         self.parked.settle(part.rows, set_aside)
@@ -274,12 +261,12 @@ class Releasing:
         unknown, have none: they get the quality that their route names now.
         """
         if rows.num_rows and rows[KIND][0].as_py() == Kind.MAIN:
-            self.lanes.look(self.source_session, self.work.batch, rows)
+            self.context.look(rows)
             rows = rows.drop_columns(list(LANE))
         qualities = rows["quality"]
         if qualities.null_count:
-            by_route = self.finding_routes.matcher.quality(rows, destination)
-            default = self.rules.qualities[destination]
+            by_route = self.context.matcher.quality(rows, destination)
+            default = self.context.rules.qualities[destination]
             qualities = pc.coalesce(qualities, by_route, pa.scalar(default))
         for quality in pc.unique(qualities).to_pylist():
             group = rows.filter(pc.equal(qualities, quality))
@@ -287,7 +274,7 @@ class Releasing:
 
     def _parked(self, destination: str, lanes: Collection[Lane]) -> Iterator[pa.Table]:
         found = any(lane.found for lane in lanes)
-        log = parking.as_log([*selected(self.rules.max_bytes), "batch"], found=found)
+        log = parking.as_log([*selected(self.context.rules.max_bytes), "batch"], found=found)
         columns = [*log, "opened_at", "parked_id", *LANE, "quality", sql.SQL("id AS log_id")]
         return self.parked.read(destination, lanes, columns, found=found)
 
@@ -298,17 +285,17 @@ class Releasing:
         before they leave, they become dead letters.
         """
         lane = Lane(destination=part.waits_at, kind=Kind.DOUBT)
-        subscription_id = self.work.batch.subscription_id
+        batch = self.context.work.batch
         ids = part.rows["parked_id"].to_pylist()
 
         def doubt(source: psycopg.Connection[Any]) -> None:
-            lock_cursors(source, self.work.batch)
-            parking.touch(source, subscription_id, [lane], "sent at most once")
+            lock_cursors(source, batch)
+            parking.touch(source, batch.subscription_id, [lane], "sent at most once")
             parking.move(source, lane.destination, given([lane] * len(ids)), ids)
             fail_point("unpark")
 
-        self.source_session(doubt)
-        self.lanes.untried.add(lane)  # soon empty, unless it has other messages
+        self.context.source(doubt)
+        self.context.lanes.untried.add(lane)  # soon empty, unless it has other messages
         fail_point("unpark_commit")
 
 

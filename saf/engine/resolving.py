@@ -11,7 +11,7 @@ Messages of a router with a problem (`saf.routing.routers`) wait in the lane of 
 later messages for that service wait behind them.
 
 `Matcher` then finds each message's match with the routes, in the same task. A match may have
-several routes that share messages; `saf.engine.finding_routes.share` chooses among them.
+several routes that share messages; `saf.engine.parts.share` chooses among them.
 """
 
 from __future__ import annotations

@@ -56,6 +56,8 @@ class SetAside:
     destination: str = ""
     """The destination that these lanes belong to; empty if none."""
     failed: dict[Lane, SafError] = field(default_factory=dict)
+    moving: set[Lane] = field(default_factory=set)
+    """Failed lanes of which some messages were stored all the same."""
     down: set[str] = field(default_factory=set)
     """Destinations that do not answer."""
     taken: int = 0
@@ -85,6 +87,11 @@ class SetAside:
 
     def __bool__(self) -> bool:
         return bool(self.failed or self.opened or self._left_out or self.ahead)
+
+    def fail(self, lanes: Collection[Lane], error: SafError, *, moving: bool = False) -> None:
+        """Note that an attempt at lanes has failed; ``moving``: some messages were stored."""
+        self.failed |= dict.fromkeys(lanes, error)
+        self.moving = self.moving.union(lanes) if moving else self.moving.difference(lanes)
 
     def take(self, rows: pa.Table) -> None:
         """Note messages that are done, at a destination that has refused others of their chunk."""
@@ -288,8 +295,7 @@ class SetAside:
         return parking.unpark(source, gone)
 
     def _postpone(self, source: psycopg.Connection[Any]) -> None:
-        moving = [lane for lane, error in self.failed.items() if error.stored is not None]
-        backoff.postpone(source, self.work.batch.subscription_id, self.failed, moving)
+        backoff.postpone(source, self.work.batch.subscription_id, self.failed, self.moving)
 
     def _bury(self, source: psycopg.Connection[Any]) -> None:
         subscription_id = self.work.batch.subscription_id

@@ -12,6 +12,8 @@ is read in windows of some pages each, ordered by their lowest ids, which a surv
 (`saf.engine.survey`). When a window ends, all rows below the lowest id of the next window are
 known, and are sorted here. The others are held back, up to `HELD_BYTES`. If there are more, or if
 no survey can be made, the source sorts the rest of the batch after all.
+
+`chunks` cuts what was read into tables that are each stored in one transaction.
 """
 
 from __future__ import annotations
@@ -19,10 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import islice
+from typing import TypeVar
 
 import adbc_driver_manager.dbapi as adbc
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from psycopg import errors, sql
 
 from saf.database import Dsn, bulk, connections, translated
@@ -30,6 +35,8 @@ from saf.engine.survey import ALONE, NotSurveyed, Window, adopt, survey
 from saf.engine.work import Work
 from saf.limits import KEPT
 from saf.log.columns import common, completed, plain, selected
+
+T = TypeVar("T")
 
 HELD_BYTES = 64 * 1024 * 1024
 """Maximum bytes held back, even within one window: its stored bodies may be compressed."""
@@ -231,3 +238,49 @@ def _open(dsn: Dsn, what: str) -> bulk.Connection:
         connections.drop(connection)
         raise
     return connection
+
+
+def chunks(batches: Iterable[pa.RecordBatch], max_rows: int, max_bytes: int) -> Iterator[pa.Table]:
+    """Join and split Arrow batches into tables of bounded size.
+
+    A table has at most ``max_rows`` rows, and ends with the batch that reaches ``max_bytes``.
+    """
+    held: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        start = 0
+        while start < batch.num_rows:
+            part = batch.slice(start, max_rows - rows)
+            start += part.num_rows
+            held.append(part)
+            rows += part.num_rows
+            size += part.nbytes
+            if rows >= max_rows or size >= max_bytes:
+                yield pa.Table.from_batches(held)
+                held, rows, size = [], 0, 0
+    if held:
+        yield pa.Table.from_batches(held)
+
+
+def up_to(batches: Iterable[pa.RecordBatch], last: int) -> Iterator[pa.RecordBatch]:
+    """Yield the messages with ids up to ``last``; the batches are ordered by id."""
+    for batch in batches:
+        inside = int(pc.sum(pc.less_equal(batch["id"], last)).as_py() or 0)
+        yield batch.slice(0, inside)
+        if inside < batch.num_rows:
+            return
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield each item, and whether it is the last one.
+
+    >>> list(with_last("ab")), list(with_last(""))
+    ([('a', False), ('b', True)], [])
+    """
+    rest = iter(items)
+    held = list(islice(rest, 1))
+    for following in rest:
+        yield held.pop(), False
+        held.append(following)
+    for item in held:
+        yield item, True

@@ -1,11 +1,16 @@
 """Storing: the step of a delivery in which messages reach their destinations.
 
-`Storing.store` may be repeated, because a destination drops messages that it already has.
-`Storing.store_once` never repeats: messages that may have left become dead letters.
+A destination takes a chunk, or answers with a `saf.destinations.Refusal`. `next_step` is the table
+of cases: what follows from a refusal. `work_off` is the list of the pieces of a part that are still
+to be tried, in order.
+
+Storing may be repeated, because a destination drops messages that it already has. At most once is
+never repeated: messages that may have left become dead letters.
 
 An obstacle delays only the messages that it is about. Halving finds a message that a destination
-rejects, and its neighbours are stored. Between halves, the task checks for a request to stop, and
-gives nothing more to a destination that rejects one message after the other (`saf.engine.brake`).
+rejects, and its neighbours are stored. Between pieces, the task checks for a request to stop, and
+gives nothing more to a destination that rejects one message after the other
+(`saf.engine.context.Brake`).
 
 Vouching (`vouched`) tells receivers what the source knows of a message's sender. While a broker has
 rules for senders (`saf.broker.senders`), its server has checked the sender of each message. The
@@ -17,25 +22,24 @@ sender has made up is renamed, so that receivers can rely on the name. Messages 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
-from time import monotonic, perf_counter
+from enum import Enum, auto
+from time import perf_counter
+from typing import TypeVar
 from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.database.patience import while_unavailable
-from saf.destinations import Chunk
+from saf.destinations import Chunk, Refusal
 from saf.destinations.places import beyond
-from saf.engine.brake import Brake
-from saf.engine.destination_sessions import DestinationSessions, obstacle, prefix
-from saf.engine.parked_lanes import HeldLanes
+from saf.engine.context import Context
+from saf.engine.destination_sessions import obstacle, prefix
 from saf.engine.parts import Part, unroutable
 from saf.engine.set_aside import SetAside
-from saf.engine.source_session import SourceSession
-from saf.engine.transforming import Transforming, inputs_of, several_of
-from saf.engine.work import ForwardingRules, Receipts, Work
+from saf.engine.transforming import inputs_of, several_of
 from saf.errors import (
     Ahead,
     AnotherBroker,
@@ -51,8 +55,9 @@ from saf.errors import (
     Unavailable,
     UnknownService,
 )
-from saf.log.cursor import lock_cursors, told_to_stop
+from saf.log.cursor import lock_cursors
 from saf.message import CLAIMED_FROM, VERIFIED_FROM
+from saf.routing.matching import AT_MOST_ONCE
 from saf.setaside.lane import Lane
 from saf.setaside.lane_columns import (
     either,
@@ -69,221 +74,323 @@ TO_REPAIR = (Behind, Braked, ConfigurationError, Refused, SchemaError)
 REFUSES = (Unavailable, *TO_REPAIR)
 """Errors of a destination where nothing can be stored now."""
 
-ASK_SECONDS = 0.5
-"""Interval in seconds at which a task checks, between halves, whether to stop."""
-
 _VERIFIED, _CLAIMED = f'"{VERIFIED_FROM}":', f'"{CLAIMED_FROM}":'
 
+T = TypeVar("T")
 
-@dataclass
+
+class Step(Enum):
+    """What follows for a piece of a part that its destination has refused."""
+
+    SPLIT = auto()
+    """Try each half."""
+    REJECT = auto()
+    """Make a dead letter of the only message."""
+    DIVERT = auto()
+    """Let the refused messages wait elsewhere, for a route or a service; try the others again."""
+    PARK = auto()
+    """Let the piece wait for the destination, and all pieces after it."""
+    GIVE_UP = auto()
+    """Make dead letters of messages that may have left, because they must not be sent again."""
+    END = auto()
+    """End the task."""
+
+
+def next_step(refusal: Refusal, messages: int, *, once: bool) -> Step:
+    """Return what follows from the refusal of a number of messages; ``once``: sent at most once.
+
+    >>> rejected = Refusal(error=Rejected("destination 'mom'", "too large"))
+    >>> [next_step(rejected, messages, once=False).name for messages in (2, 1)]
+    ['SPLIT', 'REJECT']
+    >>> unavailable = Refusal(error=Unavailable("destination 'mom'", "it is down"))
+    >>> [next_step(unavailable, 2, once=once).name for once in (False, True)]
+    ['PARK', 'GIVE_UP']
+    """
+    names_rows = refusal.rows is not None and refusal.rows.num_rows > 0
+    match refusal.error:
+        case Rejected():
+            return Step.SPLIT if messages > 1 else Step.REJECT
+        case AnotherBroker() if names_rows:
+            return Step.DIVERT
+        case UnknownService() if once:
+            return Step.GIVE_UP
+        case UnknownService() if names_rows:
+            return Step.DIVERT
+        case error if isinstance(error, REFUSES):
+            return Step.GIVE_UP if once else Step.PARK
+    return Step.END
+
+
+def work_off(
+    first: T, attempt: Callable[[T], Sequence[T]], stops: Callable[[], bool]
+) -> Sequence[T]:
+    """Try a piece, and the pieces that each attempt leaves in its place, in order.
+
+    After an attempt that leaves none, ``stops`` decides whether to end. Return the pieces that are
+    not tried then.
+
+    >>> tried = []
+    >>> def halve(numbers):
+    ...     tried.append(numbers)
+    ...     half = len(numbers) // 2
+    ...     return [numbers[:half], numbers[half:]] if 4 in numbers and half else []
+    >>> work_off([1, 2, 3, 4], halve, lambda: False), tried
+    ([], [[1, 2, 3, 4], [1, 2], [3, 4], [3], [4]])
+    >>> work_off([1, 2, 3, 4], halve, lambda: True)
+    [[3, 4]]
+    """
+    pending = [first]
+    while pending:
+        left = attempt(pending.pop())
+        pending += reversed(left)
+        if not left and pending and stops():
+            return pending[::-1]
+    return []
+
+
 class Storing:
     """Stores the parts of one task's chunks at their destinations."""
 
-    work: Work
-    rules: ForwardingRules
-    source_session: SourceSession
-    lanes: HeldLanes
-    receipts: Receipts
-    destinations: DestinationSessions
-    transforming: Transforming
-    to_repair: SafError | None = None
-    """The error of a destination where nothing can be stored until an operator has repaired it."""
-    brake: Brake = field(init=False)
-    stopping: bool = False
-    """Whether a request to stop was seen between two halves."""
-    _asked: float = field(init=False, default_factory=monotonic)
-
-    def __post_init__(self) -> None:
-        self.brake = Brake(self.work, self.rules.max_rejected)
+    def __init__(self, context: Context) -> None:
+        self.context = context
 
     def store(self, part: Part, set_aside: SetAside) -> None:
         """Store a part; put messages that cannot be stored in ``set_aside``."""
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
-        name = part.destination
         part = self._without_dialogs(self._bury_unsuited(part, set_aside), set_aside)
-        set_aside.write_ahead(self.source_session)
-        if not (part.rows.num_rows or part.main):
-            return  # an empty main part is stored all the same: it fences the previous owner
-        if part.rows.num_rows and (braked := self.brake.engaged(name)):
-            self._wait(part, set_aside, braked)
-            return
-        services = self.lanes.services(name) if part.main else frozenset()
-        chunk = replace(self._chunk(part), behind=services)
-        if part.rows.num_rows and not chunk.rows.num_rows:
-            self._leave_out(part, chunk, set_aside)
-            return
-        began = perf_counter()
-        try:
-            stored = while_unavailable(
-                self.rules.attempts, lambda: self.destinations.store(part, chunk)
-            )
-        except REFUSES as error:
-            part = self._without_stored(part, set_aside, error, perf_counter() - began)
-            self._wait(part, set_aside, error)
-        except AnotherBroker as error:
-            error.rows = inputs_of(part.rows, error.rows)
-            self._store_own(part, set_aside, error)
-        except UnknownService as error:
-            error.rows = inputs_of(part.rows, error.rows)
-            self._store_known(part, set_aside, error)
-        except Fenced as error:
-            # if the source knows a newer owner too, this raises Fenced; otherwise the destination
-            # is ahead
-            self.source_session(lambda source: lock_cursors(source, self.work.batch))
-            raise Ahead(f"destination {name!r}", error.shards) from None
-        except Rejected as error:
-            part = self._without_stored(part, set_aside, error, perf_counter() - began)
-            self._store_halves(part, set_aside, error)
-        else:
-            part = self._leave_out(part, chunk, set_aside)
-            self.receipts.of(name).dropped += stored.dropped
-            self._note(part, stored.messages, perf_counter() - began)
-            lane = Lane(destination=name)
-            if part.main and lane in self.lanes.untried:
-                self.lanes.untried.discard(lane)
-                set_aside.opened.add(lane)
+        for piece in work_off(
+            part,
+            lambda piece: self._attempt(piece, set_aside),
+            lambda: part.quality != AT_MOST_ONCE and self._stops(part, set_aside),
+        ):
+            set_aside.wait(piece)
 
-    def store_once(self, part: Part, set_aside: SetAside) -> None:
-        """Store a part at most once: bury messages that may have left, and never send them
-        again."""
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
-        name = part.destination
-        part = self._without_dialogs(self._bury_unsuited(part, set_aside), set_aside)
-        if not part.rows.num_rows:
-            return
+    def _attempt(self, part: Part, set_aside: SetAside) -> Sequence[Part]:
+        """Give a piece of a part to its destination; return the pieces to try in its place."""
+        name, once, context = _name(part), part.quality == AT_MOST_ONCE, self.context
+        if not once:
+            set_aside.write_ahead(context.source)
+        if not part.rows.num_rows and (once or not part.main):
+            return ()  # an empty main part is stored all the same: it fences the previous owner
+        if part.rows.num_rows and not once and (braked := context.brake.engaged(name)):
+            self._wait(part, set_aside, Refusal(error=braked))
+            return ()
         chunk = self._chunk(part)
-        part = self._leave_out(part, chunk, set_aside)
-        if not part.rows.num_rows:
-            return
+        if once or (part.rows.num_rows and not chunk.rows.num_rows):
+            part = self._leave_out(part, chunk, set_aside)
+            if not part.rows.num_rows:
+                return ()
         began = perf_counter()
-        try:
-            stored = self.destinations.store(part, chunk)
-        except AnotherBroker as error:
-            error.rows = inputs_of(part.rows, error.rows)
-            own, others = _told_apart(error)
-            self._let_wait(others, set_aside, error)
-            self.store_once(replace(part, rows=own), set_aside)
-        except Rejected as error:
-            # rejected messages were not stored, so their neighbours have not left yet
-            part = self._without_stored(part, set_aside, error, perf_counter() - began)
-            if part.rows.num_rows == 1:
-                self._bury_rejected(part, set_aside, error)
-            else:
-                for half in _halves(part):
-                    self.store_once(half, set_aside)
-        except (*REFUSES, UnknownService) as error:
-            self.receipts.of(name).down |= isinstance(error, REFUSES)
-            part = self._without_stored(part, set_aside, error, perf_counter() - began)
-            set_aside.bury(part.rows, name, "unavailable", str(error))
-            if isinstance(error, REFUSES):
-                self._hold_others(name, set_aside, error)
+        answer = context.destinations.store(part, chunk)
+        seconds = perf_counter() - began
+        if isinstance(answer, Refusal):
+            return self._refused(part, answer, seconds, set_aside)
+        part = self._leave_out(part, chunk, set_aside)
+        self._note(part, answer.messages, seconds)
+        if not once:
+            context.receipts.of(name).dropped += answer.dropped
+            lane = Lane(destination=name)
+            if part.main and lane in context.lanes.untried:
+                context.lanes.untried.discard(lane)
+                set_aside.opened.add(lane)
+        return ()
+
+    def _refused(
+        self, part: Part, refusal: Refusal, seconds: float, set_aside: SetAside
+    ) -> Sequence[Part]:
+        """Do what follows from a refusal; return the pieces to try in place of the refused one."""
+        name, once, error = _name(part), part.quality == AT_MOST_ONCE, refusal.error
+        if refusal.stored is not None:
+            stored = inputs_of(part.rows, refusal.stored)
+            set_aside.take(stored)
+            self._note(replace(part, rows=stored), stored.num_rows, seconds)
+            part = replace(part, rows=inputs_of(part.rows, refusal.stored, but=True))
+        match next_step(refusal, part.rows.num_rows, once=once):
+            case Step.SPLIT:
+                half = part.rows.num_rows // 2
+                return [replace(part, rows=part.rows.slice(*cut)) for cut in ((0, half), (half,))]
+            case Step.REJECT:
+                self._reject(part, set_aside, error)
+            case Step.DIVERT:
+                return self._divert(part, refusal, set_aside)
+            case Step.PARK:
+                self._wait(part, set_aside, refusal)
+            case Step.GIVE_UP:
+                self._give_up(part, refusal, set_aside)
+            case Step.END:
+                if isinstance(error, Fenced) and not once:
+                    # if the source knows a newer owner too, this raises Fenced; otherwise the
+                    # destination is ahead
+                    self.context.source(lambda s: lock_cursors(s, self.context.work.batch))
+                    raise Ahead(f"destination {name!r}", error.shards)
+                raise error
+        return ()
+
+    def _stops(self, part: Part, set_aside: SetAside) -> bool:
+        """Whether to try no further piece of a part."""
+        if part.destination in set_aside.down:
+            return True
+        if self.context.told_to_stop():
+            # the pieces wait in their lane: the next run delivers them before everything else
+            self.context.lanes.hold(Lane(destination=_name(part)), "the forwarder was told to stop")
+            return True
+        return False
+
+    def _reject(self, part: Part, set_aside: SetAside, error: SafError) -> None:
+        """Make a dead letter of a part's only message, which its destination has rejected."""
+        name, brake = _name(part), self.context.brake
+        set_aside.bury(part.rows, name, "rejected", str(error))
+        assert isinstance(error, Rejected)  # noqa: S101 - see `next_step`
+        brake.rejected(name, error)
+        if braked := brake.engaged(name):
+            self._hold(part, set_aside, Refusal(error=braked))
+
+    def _divert(self, part: Part, refusal: Refusal, set_aside: SetAside) -> Sequence[Part]:
+        """Let refused messages wait for a route or a service; return the part of the others.
+
+        The others include messages that the destination has stored before: it drops them, and
+        answers with the marks that the source has to acknowledge.
+        """
+        refused = inputs_of(part.rows, refusal.rows)
+        if isinstance(refusal.error, UnknownService):
+            self._wait_for_services(replace(part, rows=refused), refusal.error, set_aside)
         else:
-            self._note(part, stored.messages, perf_counter() - began)
+            self._wait_for_route(refused, set_aside, refusal.error)
+        rest = inputs_of(part.rows, refused, but=True)
+        return [replace(part, rows=rest)] if rest.num_rows else []
+
+    def _wait_for_services(self, part: Part, error: UnknownService, set_aside: SetAside) -> None:
+        """Let messages wait in lanes of their services, which the destination does not know.
+
+        The lanes are those for messages that have found a route, unless the messages wait in the
+        service's lane already or are in the order in which they were sent. Otherwise a message that
+        was stored before the service was removed, or that is sent again, would meet another lane's
+        watermark.
+        """
+        rows, held = part.rows, self.context.lanes
+        by_service = service_lanes(rows)
+        if part.main:
+            here, lanes = pc.not_equal(rows["id"], rows["id"]), by_service  # none
+        else:
+            by_route = found_lanes(route_lanes(rows))
+            here = pc.or_(same(rows, by_service), same(rows, by_route))
+            lanes = either(here, rows, by_route)
+        waiting = replace(part, rows=in_lanes(rows, lanes))
+        for lane in waiting.lanes:
+            why = error.of(lane.subject)
+            if not part.main or lane not in held.held:
+                set_aside.fail([lane], why)
+            held.hold(lane, str(why))
+        for mask, put in ((here, set_aside.wait), (pc.invert(here), set_aside.move)):
+            rows = waiting.rows.filter(mask)
+            if rows.num_rows:
+                put(replace(waiting, rows=rows))
+
+    def _wait_for_route(self, rows: pa.Table, set_aside: SetAside, error: SafError) -> None:
+        """Let messages wait for a route, like messages that have none."""
+        waiting = unroutable(rows)
+        set_aside.fail(waiting.lanes, error)
+        for lane in waiting.lanes:
+            self.context.lanes.hold(lane, str(error))
+        set_aside.move(waiting)
+
+    def _wait(self, part: Part, set_aside: SetAside, refusal: Refusal) -> None:
+        """Let a part wait for its destination, which refuses everything now."""
+        name, error = part.waits_at, refusal.error
+        self.context.receipts.of(name).down |= (
+            obstacle(self.context.rules, name, part.quality) is None
+        )
+        set_aside.fail(part.lanes, error, moving=refusal.stored is not None)
+        set_aside.down.add(name)
+        set_aside.wait(part)
+        if part.main or isinstance(error, Braked):
+            self._hold(part, set_aside, refusal)
+        elif isinstance(error, TO_REPAIR):
+            self.context.to_repair = error
+
+    def _hold(self, part: Part, set_aside: SetAside, refusal: Refusal) -> None:
+        """Let unsent messages wait for their destination, which must not be tried immediately."""
+        error, lane = refusal.error, Lane(destination=_name(part))
+        if isinstance(error, TO_REPAIR):
+            self.context.to_repair = error
+        set_aside.fail([lane], error, moving=refusal.stored is not None)
+        self.context.lanes.hold(lane, str(error))
+
+    def _give_up(self, part: Part, refusal: Refusal, set_aside: SetAside) -> None:
+        """Make dead letters of messages that may have left, and must not be sent again."""
+        name = _name(part)
+        set_aside.bury(part.rows, name, "unavailable", str(refusal.error))
+        if isinstance(refusal.error, REFUSES):
+            self.context.receipts.of(name).down = True
+            self._hold(part, set_aside, refusal)
 
     def _leave_out(self, part: Part, chunk: Chunk, set_aside: SetAside) -> Part:
         """Return a part without the messages that a transform leaves out; count these."""
-        assert part.destination is not None  # noqa: S101 - it is on its way there
-        if not self.transforming:
+        if not self.context.transforming:
             return part
         left = inputs_of(part.rows, chunk.rows, but=True)
         if not left.num_rows:
             return part
-        new = set_aside.leave_out(left, part.destination)
-        self.receipts.of(part.destination).left_out += new
+        new = set_aside.leave_out(left, _name(part))
+        self.context.receipts.of(part.destination).left_out += new
         return replace(part, rows=inputs_of(part.rows, chunk.rows))
-
-    def _without_stored(
-        self, part: Part, set_aside: SetAside, error: SafError, seconds: float
-    ) -> Part:
-        """Return a part without the messages that its destination stored although it raised."""
-        if error.stored is None:
-            return part
-        stored = inputs_of(part.rows, error.stored)
-        set_aside.take(stored)
-        self._note(replace(part, rows=stored), stored.num_rows, seconds)
-        return replace(part, rows=inputs_of(part.rows, error.stored, but=True))
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:
         """Note that a part was given to its destination, where ``messages`` were new."""
-        assert part.destination is not None  # noqa: S101 - it was stored there
+        name, receipts = _name(part), self.context.receipts
         if messages:
-            self.brake.stored(part.destination)
-        self.receipts.of(part.destination).messages += messages
-        self.receipts.delivered(part.destination, part.rows)
-        self.receipts.stored(part.destination, part.rows.num_rows, seconds)
-        self.receipts.of(part.destination).early += self._early(part)
+            self.context.brake.stored(name)
+        receipts.delivered(name, part.rows)
+        receipts.stored(name, part.rows.num_rows, seconds)
+        receipt = receipts.of(name)
+        receipt.messages += messages
+        receipt.early += self._early(part)
         if "parked_id" in part.rows.column_names:
-            self.receipts.of(part.destination).retried += messages
+            receipt.retried += messages
 
     def _early(self, part: Part) -> int:
         """Return how many messages came before their time, at a destination that holds none."""
-        assert part.destination is not None  # noqa: S101 - it was stored there
         times = part.rows["deliver_at"]
-        holds = self.rules.destinations[part.destination].capabilities.holds
+        holds = self.context.rules.destinations[_name(part)].capabilities.holds
         if holds or times.null_count == len(times):
             return 0
         early = pc.sum(pc.greater(times, pa.scalar(datetime.now(UTC), times.type))).as_py()
         return int(early or 0)
 
-    def not_stored(self, part: Part, rows: pa.Table, set_aside: SetAside) -> pa.Table:
-        """Ask its destination which rows of a part it has not stored before.
+    def not_stored(self, part: Part, rows: pa.Table, set_aside: SetAside) -> pa.Table | None:
+        """Ask its destination which rows of a part it has not stored before; None: it cannot tell.
 
-        Raises the errors of `store`. If the destination refuses everything now, the whole part
-        waits, too.
+        If the destination refuses everything now, the whole part waits, too. After any other
+        refusal, storing the part ends the task.
         """
         chunk = self._chunk(replace(part, rows=rows))
-        try:
-            marks = while_unavailable(
-                self.rules.attempts, lambda: self.destinations.marks(part, chunk)
-            )
-        except REFUSES as error:
-            self._wait(part, set_aside, error)
-            raise
+        marks = self.context.destinations.marks(part, chunk)
+        if isinstance(marks, Refusal):
+            if isinstance(marks.error, REFUSES):
+                self._wait(part, set_aside, marks)
+            return None
         stored = {place: mark.number for place, mark in marks.items()}
         return beyond(rows, chunk.batch.number, stored, prefix(part))
-
-    def _wait(self, part: Part, set_aside: SetAside, error: SafError) -> None:
-        """Let a part wait for its destination, which refuses everything now."""
-        name = part.waits_at
-        if isinstance(error, TO_REPAIR):
-            self.to_repair = error
-        self.receipts.of(name).down |= obstacle(self.rules, name, part.quality) is None
-        set_aside.failed |= dict.fromkeys(part.lanes, error)
-        set_aside.down.add(name)
-        set_aside.wait(part)
-        if isinstance(error, Braked):
-            self._hold_others(name, set_aside, error)
-        if part.main:
-            self.lanes.hold(Lane(destination=name), str(error))
-
-    def _hold_others(self, name: str, set_aside: SetAside, error: SafError) -> None:
-        """Let unsent messages wait for their destination, which must not be tried immediately."""
-        if isinstance(error, TO_REPAIR):
-            self.to_repair = error
-        lane = Lane(destination=name)
-        set_aside.failed[lane] = error
-        self.lanes.hold(lane, str(error))
 
     def _bury_unsuited(self, part: Part, set_aside: SetAside) -> Part:
         """Return a part without messages that its destination never takes; bury these.
 
         They are too large for it, or were split and it might store only some parts.
         """
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
-        what = f"destination {part.destination!r}"
-        able = self.rules.destinations[part.destination].capabilities
-        if able.largest_body is None and (able.takes_parts or not self.transforming):
+        name, transforming = _name(part), self.context.transforming
+        able = self.context.rules.destinations[name].capabilities
+        if able.largest_body is None and (able.takes_parts or not transforming):
             return part
-        sent, bad = self.transforming.outputs(part.rows), dict[str, pa.Table]()
+        sent, bad = transforming.outputs(part.rows), dict[str, pa.Table]()
         if able.largest_body is not None:
             large = pc.greater(pc.binary_length(sent["body"]), able.largest_body)
             bad[f"a body has more than {able.largest_body:,} bytes"] = sent.filter(large)
-        if self.transforming and not able.takes_parts:
+        if transforming and not able.takes_parts:
             bad["it takes no message that a transform has split"] = several_of(sent)
         for why, outputs in bad.items():
             rows = inputs_of(part.rows, outputs)
             if rows.num_rows:
-                set_aside.bury(rows, part.destination, "rejected", str(Rejected(what, why)))
+                error = Rejected(f"destination {name!r}", why)
+                set_aside.bury(rows, name, "rejected", str(error))
                 part = replace(part, rows=inputs_of(part.rows, rows, but=True))
         return part
 
@@ -293,134 +400,35 @@ class Storing:
 
         Messages of a monolog stay: they are for a topic, and nobody answers.
         """
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
-        if self.rules.destinations[part.destination].capabilities.takes_dialogs:
+        name, work = _name(part), self.context.work
+        if self.context.rules.destinations[name].capabilities.takes_dialogs:
             return part
         mask = pc.is_valid(part.rows["conversation_id"])
         if not pc.any(mask).as_py():
             return part
-        topics = pa.array([*self.work.routes.topics], pa.string())
+        topics = pa.array([*work.routes.topics], pa.string())
         mask = pc.and_not(mask, pc.is_in(part.rows["to_service"], topics))
         rows = part.rows.filter(mask)
         if rows.num_rows:
             services = sorted(pc.unique(rows["to_service"]).to_pylist())
-            self._let_wait(
-                rows, set_aside, NoDialogs(f"destination {part.destination!r}", services)
-            )
+            error = NoDialogs(f"destination {name!r}", services)
+            self._wait_for_route(rows, set_aside, error)
         return replace(part, rows=part.rows.filter(pc.invert(mask)))
 
-    def _store_halves(self, part: Part, set_aside: SetAside, error: Rejected) -> None:
-        """Store as much as possible of a part in which the destination rejects something."""
-        assert part.destination is not None  # noqa: S101 - it was given to it
-        if part.rows.num_rows == 1:
-            self._bury_rejected(part, set_aside, error)
-            return
-        first, second = _halves(part)
-        self.store(first, set_aside)
-        if part.destination in set_aside.down:
-            set_aside.wait(second)
-        elif self._told_to_stop():
-            # in its lane: the next run delivers it before everything else
-            set_aside.wait(second)
-            self.lanes.hold(Lane(destination=part.destination), "the forwarder was told to stop")
-        else:
-            self.store(second, set_aside)
-
-    def _bury_rejected(self, part: Part, set_aside: SetAside, error: Rejected) -> None:
-        """Make a dead letter of a part's only message, which its destination has rejected."""
-        assert part.destination is not None  # noqa: S101 - it was given to it
-        set_aside.bury(part.rows, part.destination, "rejected", str(error))
-        self.brake.rejected(part.destination, error)
-        if braked := self.brake.engaged(part.destination):
-            self._hold_others(part.destination, set_aside, braked)
-
-    def _told_to_stop(self) -> bool:
-        """Whether the task was told to stop; asks the source now and then."""
-        if not self.stopping and monotonic() - self._asked >= ASK_SECONDS:
-            batch = self.work.batch
-            self.stopping = self.source_session.find(lambda source: told_to_stop(source, batch))
-            self._asked = monotonic()
-        return self.stopping
-
-    def _store_own(self, part: Part, set_aside: SetAside, error: AnotherBroker) -> None:
-        """Store the rest of a part with messages for other brokers: these wait for a route."""
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
-        _, others = _told_apart(error)
-        self._let_wait(others, set_aside, error)
-        self._store_rest(part, others, set_aside)
-
-    def _let_wait(self, rows: pa.Table, set_aside: SetAside, error: SafError) -> None:
-        """Park messages to wait for a route, like messages that have none."""
-        waiting = unroutable(rows)
-        for lane in waiting.lanes:
-            set_aside.failed[lane] = error
-            self.lanes.hold(lane, str(error))
-        set_aside.move(waiting)
-
-    def _store_known(self, part: Part, set_aside: SetAside, error: UnknownService) -> None:
-        """Store the rest of a part with services that the destination does not know.
-
-        Messages for these services wait in lanes of the services, so that the rest need not wait.
-        The lanes are those for messages that have found a route, unless the messages wait in the
-        service's lane already or are in the order in which they were sent. Otherwise a message that
-        was stored before the service was removed, or that is sent again, would meet another lane's
-        watermark.
-        """
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
-        unknown = pc.is_in(error.rows["to_service"], pa.array(error.services, pa.string()))
-        rows = error.rows.filter(unknown)
-        by_service = service_lanes(rows)
-        if part.main:
-            here, lanes = pc.not_equal(rows["id"], rows["id"]), by_service  # none
-        else:
-            by_route = found_lanes(route_lanes(rows))
-            here = pc.or_(same(rows, by_service), same(rows, by_route))
-            lanes = either(here, rows, by_route)
-        waiting = replace(part, rows=in_lanes(rows, lanes))
-        staying = replace(waiting, rows=waiting.rows.filter(here))
-        going = replace(waiting, rows=waiting.rows.filter(pc.invert(here)))
-        for lane in waiting.lanes:
-            why = error.of(lane.subject)
-            if not part.main or lane not in self.lanes.held:
-                set_aside.failed[lane] = why
-            self.lanes.hold(lane, str(why))
-        if staying.rows.num_rows:
-            set_aside.wait(staying)
-        if going.rows.num_rows:
-            set_aside.move(going)
-        self._store_rest(part, rows, set_aside)
-
-    def _store_rest(self, part: Part, refused: pa.Table, set_aside: SetAside) -> None:
-        """Store the rows of a part that its destination has not refused.
-
-        They include rows that the destination has stored before: it drops them, and answers with
-        the marks that the source has to acknowledge.
-        """
-        rest = inputs_of(part.rows, refused, but=True)
-        if rest.num_rows:
-            self.store(replace(part, rows=rest), set_aside)
-
     def _chunk(self, part: Part) -> Chunk:
-        return Chunk(
-            source=self.work.source,
-            batch=self.work.batch,
-            rows=vouched(
-                self.transforming.outputs(part.rows), self.work.source, self.work.vouched_since
-            ),
-        )
+        """Return a part as its destination gets it."""
+        work, behind = self.context.work, frozenset[str]()
+        if part.main and part.quality != AT_MOST_ONCE:
+            behind = self.context.lanes.services(_name(part))
+        rows = self.context.transforming.outputs(part.rows)
+        rows = vouched(rows, work.source, work.vouched_since)
+        return Chunk(source=work.source, batch=work.batch, rows=rows, behind=behind)
 
 
-def _halves(part: Part) -> tuple[Part, Part]:
-    half = part.rows.num_rows // 2
-    first, second = part.rows.slice(0, half), part.rows.slice(half)
-    return replace(part, rows=first), replace(part, rows=second)
-
-
-def _told_apart(error: AnotherBroker) -> tuple[pa.Table, pa.Table]:
-    """Split refused rows into those for the destination, and the others."""
-    others = pa.array([UUID(other).bytes for other in error.others], pa.binary())
-    mask = pc.is_in(error.rows["to_broker"], value_set=others, skip_nulls=True)
-    return error.rows.filter(pc.invert(mask)), error.rows.filter(mask)
+def _name(part: Part) -> str:
+    """Return the destination of a part that has one."""
+    assert part.destination is not None  # noqa: S101 - the caller's to see to
+    return part.destination
 
 
 def vouched(rows: pa.Table, source: UUID, since: int | None) -> pa.Table:

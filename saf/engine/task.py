@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -47,23 +47,18 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.engine.chunks import chunks, with_last
-from saf.engine.destination_sessions import DestinationSessions, obstacle
-from saf.engine.finding_routes import FindingRoutes, share
-from saf.engine.parked_lanes import HeldLanes, ParkedLanes
-from saf.engine.parts import Part, split
+from saf.engine.context import Context
+from saf.engine.destination_sessions import obstacle
+from saf.engine.parts import Part, share, split
 from saf.engine.pulse import Pulse
 from saf.engine.releasing import Releasing
-from saf.engine.resolving import Answers, Matcher, Resolver
 from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
-from saf.engine.source_session import SourceSession
+from saf.engine.source import chunks, with_last
 from saf.engine.storing import Storing
-from saf.engine.transforming import Transforming
-from saf.engine.work import ForwardingRules, Receipt, Receipts, Work
+from saf.engine.work import Receipt
 from saf.errors import Ahead, Behind, Fenced, Rejected, Restored, SafError, Unavailable, UsageError
 from saf.failpoints import fail_point
 from saf.log.cursor import (
-    Batch,
     advance,
     attempt,
     attempted,
@@ -92,72 +87,30 @@ class Task:
     that may run twice has to find the batch open.
     """
 
-    def __init__(
-        self,
-        number: int,
-        work: Work,
-        rules: ForwardingRules,
-        answers: Answers | None = None,
-        transforming: Transforming | None = None,
-        *,
-        closes: bool = False,
-        partly: bool = False,
-    ) -> None:
-        self.work = work
-        self.matcher = Matcher(work.routes)
-        self.rules = rules
-        self.receipts = Receipts(number)
-        self.lanes = HeldLanes(of_services=work.of_services)
-        self.source_session = SourceSession(work, rules.attempts)
-        self.transforming = transforming or Transforming.of(work, rules)
-        self.resolver = Resolver(
-            work.routes.routers,
-            self.matcher,
-            self.source_session,
-            answers,
-            transforms={
-                transform: self.transforming.problems.get(transform)
-                for transform in rules.transforms
-            },
-        )
-        self.destinations = DestinationSessions(work, rules, self.source_session)
-        self.storing = Storing(
-            work,
-            rules,
-            self.source_session,
-            self.lanes,
-            self.receipts,
-            self.destinations,
-            self.transforming,
-        )
+    def __init__(self, context: Context, *, closes: bool = False, partly: bool = False) -> None:
+        self.context = context
         self.closes = closes
         self.partly = partly
         self.read = 0
         """The last id of the previous chunk."""
         self.end: int | None = None
         """The last id of the batch, once its last chunk is in hand."""
-        self.earlier = EarlierTask(work.batch, self.source_session, self.lanes)
-        self.sending = Sending(
-            work=work,
-            rules=rules,
-            source_session=self.source_session,
-            lanes=self.lanes,
-            resolver=self.resolver,
-            storing=self.storing,
-            earlier=self.earlier,
-        )
+        self.earlier = EarlierTask(context)
+        self.storing = Storing(context)
 
     def run(self, batches: Iterable[pa.RecordBatch]) -> list[Receipt]:
         """Deliver chunk by chunk until the end, an error or a request to stop."""
-        summary = self.receipts.of(None)
-        releasing = self._releasing()
+        context, summary = self.context, self.context.receipts.of(None)
+        work, rules = context.work, context.rules
+        releasing = Releasing(context, self.storing)
+        patience = work.dsn.bounds.chunk_seconds
         try:
-            with self._pulse():
+            with Pulse(context.source.beat, work.lease_seconds / BEATS, patience):
                 self.earlier.look()
                 if not self.closes:  # its batch may have been read before an earlier task's work
-                    self.source_session.find(lambda s: learn_set_aside(s, self.work.batch))
+                    context.source.find(lambda source: learn_set_aside(source, work.batch))
                 releasing.release_all()
-                cut = chunks(batches, self.rules.chunk_rows, self.rules.chunk_bytes)
+                cut = chunks(batches, rules.chunk_rows, rules.chunk_bytes)
                 for rows, last in (
                     with_last(cut) if self.closes else ((part, False) for part in cut)
                 ):
@@ -170,77 +123,47 @@ class Task:
                 else:
                     summary.complete, summary.stopped = not self.partly, self.partly
                     releasing.forget_untried()
-                    if error := self.storing.to_repair:
+                    if error := context.to_repair:
                         summary.error_kind, summary.error = type(error).__name__, str(error)
         except EXPECTED as error:
             summary.error_kind, summary.error = type(error).__name__, str(error)
         finally:
-            for receipt in self.receipts:
+            for receipt in context.receipts:
                 if receipt.destination is not None:
-                    receipt.rejecting = self.storing.brake.counts().get(receipt.destination, 0)
-            self.destinations.close()
-            self.source_session.close()
-        return list(self.receipts)
-
-    def _releasing(self) -> Releasing:
-        parked = ParkedLanes(
-            work=self.work,
-            rules=self.rules,
-            source_session=self.source_session,
-            lanes=self.lanes,
-            receipts=self.receipts,
-            destinations=self.destinations,
-            brake=self.storing.brake,
-        )
-        return Releasing(
-            work=self.work,
-            rules=self.rules,
-            source_session=self.source_session,
-            lanes=self.lanes,
-            receipts=self.receipts,
-            storing=self.storing,
-            transforming=self.transforming,
-            parked=parked,
-            finding_routes=FindingRoutes(
-                resolver=self.resolver,
-                matcher=self.matcher,
-                parked=parked,
-                transforming=self.transforming,
-            ),
-        )
-
-    def _pulse(self) -> Pulse:
-        patience = self.work.dsn.bounds.chunk_seconds
-        return Pulse(self.source_session.beat, self.work.lease_seconds / BEATS, patience)
+                    receipt.rejecting = context.brake.counts().get(receipt.destination, 0)
+            context.destinations.close()
+            context.source.close()
+        return list(context.receipts)
 
     def _forward(self, read: pa.Table) -> bool:
         """Run steps 0 to 3 for one chunk, a name for each state; return whether to stop.
 
         read -> fit -> resolved -> routed -> shared -> parts, sent or set aside -> settled
         """
-        position = int(read["id"][-1].as_py())
-        set_aside = SetAside(work=self.work, position=position)
-        fit = set_aside.bury_unfit(self.earlier.fresh(read), self.rules.max_bytes)
-        self.transforming.look(fit, self.source_session)
-        fit = self.transforming.bury_at_fault(fit, set_aside)
-        self.transforming.keep(fit, self.source_session)
-        self.lanes.look(self.source_session, self.work.batch, fit)
-        resolution = self.resolver.resolve(fit, self.lanes.held)
+        context, position = self.context, int(read["id"][-1].as_py())
+        source, transforming = context.source, context.transforming
+        set_aside = SetAside(work=context.work, position=position)
+        fit = set_aside.bury_unfit(self.earlier.fresh(read), context.rules.max_bytes)
+        transforming.look(fit, source)
+        fit = transforming.bury_at_fault(fit, set_aside)
+        transforming.keep(fit, source)
+        context.look(fit)
+        resolution = context.resolver.resolve(fit, context.lanes.held)
         resolved = resolution.rows
-        if self.resolver:
-            self.lanes.look(self.source_session, self.work.batch, fit, resolved)
+        if context.resolver:
+            context.look(fit, resolved)
         for rows, error in resolution.dead:
             set_aside.bury(rows, "", "unresolved", error)
-        matches = self.matcher.matches
-        routed = self.earlier.unfinished(self.matcher.route(resolved), matches)
-        shared = share(routed, matches, self.source_session.choose)
+        matches = context.matcher.matches
+        routed = self.earlier.unfinished(context.matcher.route(resolved), matches)
+        shared = share(routed, matches, source.choose)
         parts = [
             replace(part, rows=self.earlier.fresh(part.rows, part.waits_at))
             for part in split(
-                shared, matches, self.rules.qualities, self.lanes.held, resolution.waiting
+                shared, matches, context.rules.qualities, context.lanes.held, resolution.waiting
             )
         ]
-        self.sending.send(parts, position, set_aside)
+        self._send(parts, set_aside)
         return self._settle(set_aside, position)
 
     def _refuse_doubled(self, rows: pa.Table) -> None:
@@ -249,63 +172,12 @@ class Task:
         repeats = np.flatnonzero(np.diff(ids, prepend=self.read) == 0)
         if repeats.size:
             why = f"saf.outbox has several messages with id {ids[repeats[0]]}"
-            raise Restored(self.work.dsn.database, f"broker {self.work.broker!r}", [why])
+            work = self.context.work
+            raise Restored(work.dsn.database, f"broker {work.broker!r}", [why])
         self.read = int(ids[-1])
 
-    def _settle(self, set_aside: SetAside, position: int) -> bool:
-        """Run step 3: move the position, or close the batch; return whether to stop."""
-
-        ends, attempts = position == self.end, count()
-
-        def settle(source: psycopg.Connection[Any]) -> bool:
-            # done once, even if the answer to an earlier commit was lost. `SetAside.write` and
-            # `advance` ensure this too: the first skips messages that are set aside already, the
-            # second fences
-            batch = self.work.batch
-            if next(attempts) and ends and is_finished(source, batch):
-                return False
-            before = lock_cursors(source, batch) if set_aside else position
-            stop = finish(source, batch) if ends else advance(source, batch, position)
-            self.destinations.acknowledge(source)
-            self.storing.brake.write(source)
-            set_aside.write(source, before)
-            set_aside.count_left_out(source, beyond=before)
-            fail_point("mark_forwarded")
-            return stop
-
-        stop = self.source_session(settle)
-        fail_point("mark_commit")
-        self.destinations.settled()
-        self.storing.brake.written()
-        set_aside.written()
-        summary = self.receipts.of(None)
-        summary.parked += set_aside.parked_messages
-        summary.dead += set_aside.dead_letters
-        summary.closed |= ends
-        return stop
-
-    def _bury(self, message: pa.Table, error: str) -> bool:
-        """Make a dead letter of a single message for which a step has raised; move past it."""
-        position = int(message["id"][0].as_py())
-        set_aside = SetAside(work=self.work, position=position)
-        set_aside.bury(self.earlier.fresh(message), "", "rejected", error)
-        return self._settle(set_aside, position)
-
-
-@dataclass(kw_only=True)
-class Sending:
-    """Sends the parts of one task's chunks: each is stored, parked in its lanes, or buried."""
-
-    work: Work
-    rules: ForwardingRules
-    source_session: SourceSession
-    lanes: HeldLanes
-    resolver: Resolver
-    storing: Storing
-    earlier: EarlierTask
-
-    def send(self, parts: Sequence[Part], position: int, set_aside: SetAside) -> None:
-        """Send the parts of a chunk that ends at a position; put what cannot go in ``set_aside``.
+    def _send(self, parts: Sequence[Part], set_aside: SetAside) -> None:
+        """Send the parts of a chunk: each is stored, parked in its lanes, or buried.
 
         Raises:
             SafError: the only destination is down, so parking would gain nothing.
@@ -316,36 +188,35 @@ class Sending:
             # the storing of another part may have held its lane since
             if not self._waits(part, set_aside):
                 self.storing.store(part, set_aside)
-        for part in self._attempted(at_most_once, position, set_aside):
-            self.storing.store_once(part, set_aside)
+        for part in self._attempted(at_most_once, set_aside):
+            self.storing.store(part, set_aside)
         self._stay_open(set_aside)
 
-    def _attempted(
-        self, parts: Sequence[Part], position: int, set_aside: SetAside
-    ) -> Sequence[Part]:
+    def _attempted(self, parts: Sequence[Part], set_aside: SetAside) -> Sequence[Part]:
         """Record that parts are about to be sent at most once; return those not tried before."""
         if not parts:
             return parts
-        batch = self.work.batch
-        before = self.source_session(lambda source: attempted(source, batch))
+        source, batch = self.context.source, self.context.work.batch
+        before = source(lambda connection: attempted(connection, batch))
         parts = self.earlier.unattempted(parts, before, set_aside)
         parts = [part for part in parts if not self._waits(part, set_aside)]
         if not parts:
             return parts
-        set_aside.write_ahead(self.source_session)
-        before = self.source_session(lambda source: attempt(source, batch, position))
+        set_aside.write_ahead(source)
+        before = source(lambda connection: attempt(connection, batch, set_aside.position))
         # another run of this task has already tried the attempts that are recorded now
         return self.earlier.unattempted(parts, before, set_aside)
 
     def _waits(self, part: Part, set_aside: SetAside) -> bool:
         """Park a part that cannot go, or waits behind others in its lanes; return whether it
         waits."""
+        lanes = self.context.lanes
         for lane in part.lanes:
-            if lane not in self.lanes.held and (obstacle := self._obstacle(part, lane)):
-                set_aside.failed[lane] = obstacle
-                self.lanes.hold(lane, str(obstacle))
+            if lane not in lanes.held and (obstacle := self._obstacle(part, lane)):
+                set_aside.fail([lane], obstacle)
+                lanes.hold(lane, str(obstacle))
         # its lane waits; or the part is not in the destination's own lane, so it is behind others
-        waits = not part.main or Lane(destination=part.waits_at) in self.lanes.held
+        waits = not part.main or Lane(destination=part.waits_at) in lanes.held
         if waits:
             set_aside.wait(part)
         return waits
@@ -353,8 +224,8 @@ class Sending:
     def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
         """Return why messages cannot leave a lane; None if they can."""
         if part.destination is None:
-            return self.resolver.obstacle(lane)
-        return obstacle(self.rules, part.destination, part.quality)
+            return self.context.resolver.obstacle(lane)
+        return obstacle(self.context.rules, part.destination, part.quality)
 
     def _stay_open(self, set_aside: SetAside) -> None:
         """Raise, instead of parking, if the only destination is down.
@@ -362,11 +233,10 @@ class Sending:
         The messages of this chunk that it has stored are done: the position moves past them. If
         this is not possible, because an earlier message waits, all waiting messages are parked.
         """
-        lane = Lane(destination=self.work.alone or "")
+        lane, batch = Lane(destination=self.context.work.alone or ""), self.context.work.batch
         if lane not in set_aside.failed or not set_aside.parked:
             return
-        error, batch = set_aside.failed[lane], self.work.batch
-        taken, first = set_aside.taken, set_aside.waits_from()
+        error, taken, first = set_aside.failed[lane], set_aside.taken, set_aside.waits_from()
         if taken and (first is None or taken > first):
             return
 
@@ -375,31 +245,67 @@ class Sending:
                 advance(source, batch, first - 1)
             moving = [lane] if taken else []
             backoff.postpone(source, batch.subscription_id, {lane: error}, moving)
-            self.storing.brake.write(source)
+            self.context.brake.write(source)
 
-        self.source_session(stay)
+        self.context.source(stay)
         raise error
+
+    def _settle(self, set_aside: SetAside, position: int) -> bool:
+        """Run step 3: move the position, or close the batch; return whether to stop."""
+
+        ends, attempts = position == self.end, count()
+
+        def settle(source: psycopg.Connection[Any]) -> bool:
+            # done once, even if the answer to an earlier commit was lost. `SetAside.write` and
+            # `advance` ensure this too: the first skips messages that are set aside already, the
+            # second fences
+            batch = self.context.work.batch
+            if next(attempts) and ends and is_finished(source, batch):
+                return False
+            before = lock_cursors(source, batch) if set_aside else position
+            stop = finish(source, batch) if ends else advance(source, batch, position)
+            self.context.write(source)
+            set_aside.write(source, before)
+            set_aside.count_left_out(source, beyond=before)
+            fail_point("mark_forwarded")
+            return stop
+
+        stop = self.context.source(settle)
+        fail_point("mark_commit")
+        self.context.written()
+        set_aside.written()
+        summary = self.context.receipts.of(None)
+        summary.parked += set_aside.parked_messages
+        summary.dead += set_aside.dead_letters
+        summary.closed |= ends
+        return stop
+
+    def _bury(self, message: pa.Table, error: str) -> bool:
+        """Make a dead letter of a single message for which a step has raised; move past it."""
+        position = int(message["id"][0].as_py())
+        set_aside = SetAside(work=self.context.work, position=position)
+        set_aside.bury(self.earlier.fresh(message), "", "rejected", error)
+        return self._settle(set_aside, position)
 
 
 class EarlierTask:
     """The work of earlier tasks on one batch. Call `look` first, and after a step has raised."""
 
-    def __init__(self, batch: Batch, source_session: SourceSession, lanes: HeldLanes) -> None:
-        self._batch = batch
-        self._at_source = source_session
-        self._lanes = lanes
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._set_aside: dict[str, pa.Array] = {}
         """For each destination, the ids beyond the position that are already set aside."""
 
     def look(self) -> None:
         """Find the messages that are set aside, and hold their lanes."""
         ids: dict[str, list[int]] = defaultdict(list)
-        found = self._at_source.find(lambda source: parking.set_aside(source, self._batch))
+        lanes, batch = self._context.lanes, self._context.work.batch
+        found = self._context.source.find(lambda source: parking.set_aside(source, batch))
         for id_, destination, lane in found:
             ids[destination].append(id_)
             if lane is not None:
-                self._lanes.hold(lane, "behind others")
-                self._lanes.ahead.add(lane)
+                lanes.hold(lane, "behind others")
+                lanes.ahead.add(lane)
         self._set_aside = {name: pa.array(numbers, pa.int64()) for name, numbers in ids.items()}
 
     def fresh(self, rows: pa.Table, destination: str = "") -> pa.Table:

@@ -63,11 +63,13 @@ def run_item(
 
     ``closes`` is as in `saf.engine.task.Task`.
     """
+    # these need Arrow; a driver of Spark does not
+    from saf.engine.context import Context
     from saf.engine.source import messages
-    from saf.engine.task import Task  # needs Arrow; a driver of Spark does not
+    from saf.engine.task import Task
 
     with closing(messages(item, rules.max_bytes)) as rows:
-        return Task(number, item, rules, closes=closes).run(rows)
+        return Task(Context(number, item, rules), closes=closes).run(rows)
 
 
 def item_alone(

@@ -46,9 +46,10 @@ from psycopg import sql
 
 from saf.broker import whole
 from saf.database import fetch
-from saf.destinations.marks import Known, adopt, shards_of
+from saf.destinations.marks import Known, shards_of
 from saf.dialogs.monologs import ReceivedMonolog
 from saf.dialogs.one_target import Target, settle
+from saf.engine.acknowledged import adopt
 from saf.errors import RowsGone, UsageError
 from saf.log import lineage
 from saf.log.cursor import TIMES

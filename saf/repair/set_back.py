@@ -33,10 +33,10 @@ from saf.destinations.marks import (
     Mark,
     Place,
     compare,
-    not_parked,
 )
 from saf.dialogs.comparing import announce
 from saf.dialogs.monologs import ReceivedMonolog
+from saf.engine.acknowledged import not_parked
 
 IDENTITY = "SELECT broker_id FROM saf.broker"
 

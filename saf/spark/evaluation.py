@@ -34,12 +34,12 @@ import psycopg
 import pyarrow as pa
 
 from saf.columns import EXPRESSED
-from saf.engine.chunks import up_to
 from saf.engine.classifying import as_table
+from saf.engine.context import Context
 from saf.engine.in_step import ENDED, LAST, InStep
 from saf.engine.pulse import Pulse
 from saf.engine.set_aside import SetAside
-from saf.engine.source import messages
+from saf.engine.source import messages, up_to
 from saf.engine.source_session import SourceSession
 from saf.engine.task import BEATS, Task
 from saf.engine.transforming import Evaluated, Transforming
@@ -221,7 +221,8 @@ def deliver(
         in_step = InStep(items.unbroken(partition))
         answers = Answers(item.broker, in_step, compiled) if compiled else None
         transforming = Transforming.of(item, rules, evaluated, in_step)
-        running = Task(number, item, rules, answers, transforming, partly=evaluated.last < LAST)
+        context = Context(number, item, rules, answers, transforming)
+        running = Task(context, partly=evaluated.last < LAST)
         with closing(messages(item, rules.max_bytes)) as rows:
             receipts = bounded(number, item, lambda: running.run(up_to(rows, evaluated.last)))
         data = pickle.dumps((receipts, answers.raised if answers else []))

@@ -39,7 +39,7 @@ import pytest
 
 from saf.columns import COLUMNS
 from saf.database import Dsn
-from saf.destinations import Chunk, Destination, Stored
+from saf.destinations import Chunk, Destination, Refusal, Stored
 from saf.destinations.marks import AGAIN, MAIN, NOTHING, ONCE
 from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
@@ -65,6 +65,7 @@ from saf.testing.forwarder import (
     SHARDS,
     Forwarder,
     Row,
+    all_stored,
     start,
 )
 
@@ -421,9 +422,9 @@ class DestinationConformance:
         if settings.capabilities.knows_services:
             request.getfixturevalue("know")(SERVICE)
             waiting = {}
-        with pytest.raises(UnknownService) as caught:
-            _store(settings, forwarder.chunk([known, other], **waiting))
-        assert caught.value.services == ["nobody"]
+        error, refused = _refused(settings, forwarder.chunk([known, other], **waiting))
+        assert isinstance(error, UnknownService)
+        assert (error.services, refused) == (["nobody"], _ids([other]))
         assert _ids(stored()) == []
         _store(settings, forwarder.chunk([known]))
         assert _ids(stored()) == _ids([known])
@@ -433,9 +434,9 @@ class DestinationConformance:
     ) -> None:
         stranger = uuid4()
         rows = [forwarder.message(), forwarder.message(to_broker=stranger)]
-        with pytest.raises(AnotherBroker) as caught:
-            _store(settings, forwarder.chunk(rows))
-        assert caught.value.others == [str(stranger)]
+        error, refused = _refused(settings, forwarder.chunk(rows))
+        assert isinstance(error, AnotherBroker)
+        assert (error.others, refused) == ([str(stranger)], _ids(rows[1:]))
         assert _ids(stored()) == []
         _store(settings, forwarder.chunk(rows[:1]))
         assert _ids(stored()) == _ids(rows[:1])
@@ -540,6 +541,20 @@ def _store(
     settings: DestinationSettings, chunk: Chunk, *, exactly_once: bool | None = None
 ) -> Stored:
     """Store a chunk as a separate process would."""
+    return all_stored(_answer(settings, chunk, exactly_once=exactly_once))
+
+
+def _refused(settings: DestinationSettings, chunk: Chunk) -> tuple[SafError, list[UUID]]:
+    """Return why a chunk is refused, and the messages that the refusal names."""
+    refusal = _answer(settings, chunk)
+    assert isinstance(refusal, Refusal)
+    assert refusal.rows is not None
+    return refusal.error, [UUID(bytes=one) for one in refusal.rows["message_id"].to_pylist()]
+
+
+def _answer(
+    settings: DestinationSettings, chunk: Chunk, *, exactly_once: bool | None = None
+) -> Stored | Refusal:
     once = settings.capabilities.exactly_once if exactly_once is None else exactly_once
     with closing(settings.open("conformance")) as destination:
         return destination.store(chunk, exactly_once=once)

@@ -20,7 +20,7 @@ from uuid import UUID, uuid4
 
 import pyarrow as pa
 
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.marks import Mark, Place
 from saf.log.columns import MESSAGES
 from saf.log.cursor import Batch
@@ -140,10 +140,18 @@ class Forwarder:
         self.number += 1
         self.opened_at += timedelta(seconds=1)
 
-    def learn(self, stored: Stored) -> Stored:
+    def learn(self, answer: Stored | Refusal) -> Stored:
         """Remember the marks that the destination has acknowledged."""
+        stored = all_stored(answer)
         self.known |= stored.marks
         return stored
+
+
+def all_stored(answer: Stored | Refusal) -> Stored:
+    """Return the answer of a destination that has stored a chunk; raise the error of a refusal."""
+    if isinstance(answer, Refusal):
+        raise answer.error
+    return answer
 
 
 def start(

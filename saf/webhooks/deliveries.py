@@ -36,6 +36,7 @@ from saf.webhooks import asgi
 from saf.webhooks.asgi import Entrance, Full
 
 if TYPE_CHECKING:
+    from saf.destinations import Refusal
     from saf.destinations.https.chunks import Given
     from saf.destinations.postgresql.inbox import PostgresInbox
     from saf.webhooks.asgi import App, Receive, Scope, Send
@@ -141,11 +142,12 @@ class _Store:
         services: Collection[str] | None,
         max_bytes: int,
     ) -> None:
+        from saf.destinations import Refusal
         from saf.destinations.https import chunks, wire
         from saf.destinations.postgresql import Postgresql, inbox
         from saf.webhooks.event import vouched_by
 
-        self._chunks, self._refusals, self._wire = chunks, wire, wire
+        self._chunks, self._refusal, self._wire = chunks, Refusal, wire
         self._vouched_by = vouched_by
         self._at, self._inbox = Postgresql(dsn=dsn), inbox
         self._sources, self._services = sources, services
@@ -161,7 +163,7 @@ class _Store:
         """Return the answer to a signed request."""
         wire = self._wire
         try:
-            answer = (
+            answer: dict[str, Any] | Refusal = (
                 self._stored(self._chunks.chunk_of(body))
                 if kind == wire.ARROW
                 else self._asked(wire.read(body))
@@ -175,9 +177,9 @@ class _Store:
         except SafError as error:
             if isinstance(error, Unavailable):
                 log.warning("delivery_not_stored", error=str(error))
-            status, refusal = self._refusals.told(error)
-            return status, wire.written(**refusal)
-        return 200, wire.written(**answer)
+            answer = self._refusal(error=error)
+        status, fields = (200, answer) if isinstance(answer, dict) else wire.told(answer)
+        return status, wire.written(**fields)
 
     def _asked(self, document: Mapping[str, Any]) -> dict[str, Any]:
         """Return the answer to a question."""
@@ -200,7 +202,7 @@ class _Store:
             return {"server": given.server, "promise": promise, "more": [*given.more]}
         raise wire.NotUnderstood("it asks nothing that is answered")
 
-    def _stored(self, given: Given) -> dict[str, Any]:
+    def _stored(self, given: Given) -> dict[str, Any] | Refusal:
         """Store a chunk, or return its marks."""
         chunk = given.chunk
         self._allow(chunk.source)
@@ -209,6 +211,8 @@ class _Store:
                 return {"marks": self._wire.of_marks(inbox.marks(chunk))}
             chunk = replace(chunk, rows=self._vouched_by(chunk.rows, chunk.source))
             done = inbox.store(chunk, exactly_once=given.exactly_once)
+        if isinstance(done, self._refusal):
+            return done
         return {
             "messages": done.messages,
             "dropped": done.dropped,

@@ -8,7 +8,7 @@ from uuid import UUID
 import pytest
 
 from saf.database import Dsn, fetch
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.engine.work import Receipt
 from saf.errors import Rejected
@@ -24,7 +24,7 @@ def raising(error: Callable[[], Exception]) -> type[PostgresInbox]:
     class Raising(PostgresInbox):
         """Raises for whatever is to be stored at the destination ``other``."""
 
-        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
             if self.name == "other":
                 raise error()
             return super().store(chunk, exactly_once=exactly_once)
@@ -35,7 +35,7 @@ def raising(error: Callable[[], Exception]) -> type[PostgresInbox]:
 class Rejecting(PostgresInbox):
     """Rejects a chunk that has a message whose body begins with "bad"."""
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         if any(body.startswith(b"bad") for body in chunk.rows["body"].to_pylist()):
             raise Rejected(f"destination {self.name!r}", "it is bad")
         return super().store(chunk, exactly_once=exactly_once)
@@ -143,7 +143,7 @@ def test_a_client_that_raised_is_opened_anew_for_the_next_attempt(
             Stale.opened += 1
             self.number = Stale.opened
 
-        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
             if self.number == 1:
                 raise AttributeError("'NoneType' object has no attribute 'send'")
             return super().store(chunk, exactly_once=exactly_once)
@@ -227,7 +227,7 @@ def test_a_stop_is_heard_between_the_halves_of_what_is_rejected(
 
         attempts = 0
 
-        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
             Stopped.attempts += 1
             if Stopped.attempts == 20:
                 with connect(app) as connection:
@@ -238,7 +238,7 @@ def test_a_stop_is_heard_between_the_halves_of_what_is_rejected(
     send(app, *whole)
     with monkeypatch.context() as patch:
         patch.setattr(INBOX, Stopped)
-        patch.setattr("saf.engine.storing.ASK_SECONDS", 0.0)
+        patch.setattr("saf.engine.context.ASK_SECONDS", 0.0)
         receipts = forward(app, mom=mom)
     assert any(one.stopped for one in receipts)
     assert Stopped.attempts < 30

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from saf.database import Dsn
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.postgresql import Postgresql
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.errors import Rejected
@@ -24,7 +24,7 @@ HOSTILE = b"hostile"
 class Rejecting(PostgresInbox):
     """Rejects a message, whatever it is stored with; of others it stores each once."""
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         if HOSTILE in chunk.rows["body"].to_pylist():
             raise Rejected(f"destination {self.name!r}", "it is hostile")
         return super().store(chunk, exactly_once=exactly_once)
@@ -108,7 +108,7 @@ def test_what_an_attempt_before_has_moved_is_not_sent_from_there_as_well(
     class Late(Rejecting):
         """Gets to know a service after it has refused it."""
 
-        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
             services = chunk.rows["to_service"].to_pylist()
             if HOSTILE in chunk.rows["body"].to_pylist() and "stock" not in services:
                 with connect(mom) as store:

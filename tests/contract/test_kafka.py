@@ -31,7 +31,7 @@ from saf.destinations.kafka.server import Link
 from saf.destinations.marks import MAIN, ONCE
 from saf.errors import Fenced, Refused, Rejected, SafError, Unavailable
 from saf.repair.reconcile import reconcile
-from saf.testing.forwarder import SHARDS, Forwarder
+from saf.testing.forwarder import SHARDS, Forwarder, all_stored
 from tests.destinations import send_to
 from tests.kafka_server import BOUNDS, ENDS, PASSWORD, KafkaQueue, KafkaServer, LossyKafka
 from tests.pipeline import connect, forward
@@ -115,7 +115,7 @@ def test_tasks_of_one_batch_store_beside_each_other_and_then_one_task_alone(
             even.store(of(forwarder, rows[:last], 0, 2), exactly_once=True)
             odd.store(of(forwarder, rows[:last], 1, 3), exactly_once=True)
     with closing(events.open("events")) as alone:
-        done = alone.store(forwarder.chunk(rows), exactly_once=True)
+        done = all_stored(alone.store(forwarder.chunk(rows), exactly_once=True))
     assert (done.messages, done.dropped) == (8, 32)
     assert sorted(map(str, ids(queue))) == sorted(str(row["message_id"]) for row in rows)
 
@@ -136,7 +136,7 @@ def test_a_transaction_of_the_owner_before_that_is_still_open_is_never_stored(
 
         def take_over() -> None:
             with closing(events.open("events")) as other:
-                done = other.store(of(forwarder, rows, *shards), exactly_once=True)
+                done = all_stored(other.store(of(forwarder, rows, *shards), exactly_once=True))
             assert done.messages == len(mine) // 2
 
         go_on.append(take_over)
@@ -162,7 +162,7 @@ def test_who_is_fenced_by_a_task_that_took_one_of_its_shards_goes_on_with_the_ot
                 other.store(of(forwarder, rows, 3), exactly_once=True)
 
         go_on.append(take_one)
-        done = first.store(of(forwarder, rows, 0, 1, 2), exactly_once=True)
+        done = all_stored(first.store(of(forwarder, rows, 0, 1, 2), exactly_once=True))
         assert (done.messages, done.dropped) == (15, 15)
     assert sorted(map(str, ids(queue))) == sorted(str(row["message_id"]) for row in rows)
 

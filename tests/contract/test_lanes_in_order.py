@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from saf.database import Dsn, fetch
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.errors import Unavailable
 from saf.failpoints import arm
@@ -81,7 +81,7 @@ def test_what_waits_for_a_route_goes_after_what_waited_for_its_destination_befor
 class DownAfterTheFirst(PostgresInbox):
     """A destination that goes down after it has answered once."""
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         if chunk.rows["id"][-1].as_py() > 1:
             raise Unavailable("destination 'other'", "it went down")
         return super().store(chunk, exactly_once=exactly_once)
@@ -124,7 +124,7 @@ def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_si
 class DownForTheFirst(PostgresInbox):
     """A destination that answers, but not for the first message."""
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         if "1" in chunk.rows["body"].cast("string").to_pylist():
             raise Unavailable("destination 'other'", "it was down")
         return super().store(chunk, exactly_once=exactly_once)

@@ -17,7 +17,7 @@ from saf.destinations.nats.connection import Connection, NoResponders, published
 from saf.errors import Fenced, Refused, Rejected, Unavailable
 from saf.repair.reconcile import reconcile
 from saf.setaside.lane import Kind
-from saf.testing.forwarder import Forwarder
+from saf.testing.forwarder import Forwarder, all_stored
 from tests.nats_server import NatsServer, nats_server
 from tests.pipeline import forward
 from tests.queue_suite import WEEK, QueueSuite, ids, send_numbers, texts
@@ -165,9 +165,9 @@ def test_there_may_be_more_lanes_than_a_batch_has_room_for(queue: NatsServer, ev
 
     zombie = chunk()
     with closing(events.open("events")) as destination:
-        done = destination.store(chunk(), exactly_once=True)
+        done = all_stored(destination.store(chunk(), exactly_once=True))
         assert (done.messages, done.dropped, len(done.marks)) == (1_500, 0, 1_500)
-        done = destination.store(chunk(), exactly_once=True)
+        done = all_stored(destination.store(chunk(), exactly_once=True))
         assert (done.messages, done.dropped) == (0, 1_500)
         forwarder.epoch += 1
         destination.store(chunk(), exactly_once=True)
@@ -190,7 +190,7 @@ def test_there_may_be_more_shards_than_a_batch_has_room_for(
 
     with closing(events.open("events")) as destination:
         destination.store(replace(chunk(1), rows=chunk(1).rows.slice(0, 3)), exactly_once=True)
-        done = destination.store(chunk(2), exactly_once=True)
+        done = all_stored(destination.store(chunk(2), exactly_once=True))
         assert (done.messages, done.dropped) == (1_997, 3)
         with pytest.raises(Fenced):
             destination.store(chunk(1), exactly_once=True)

@@ -18,7 +18,7 @@ from saf.database.bounds import Bounds
 from saf.destinations.nats import Nats, connection
 from saf.destinations.nats.connection import Connection
 from saf.errors import Refused, Unavailable
-from saf.testing.forwarder import Forwarder
+from saf.testing.forwarder import Forwarder, all_stored
 from saf_demo.servers import free_port
 from tests.certificates import certificate
 from tests.nats_server import NatsServer, nats_server
@@ -82,7 +82,9 @@ def test_who_may_write_there_does_and_nobody_else(tmp_path: Path, place: str) ->
         server, given = PLACES[place](stack, tmp_path)
         events = Nats(**{"server": server.address, **given})
         with closing(events.open("events")) as destination:
-            done = destination.store(forwarder.chunk(forwarder.messages(8)), exactly_once=True)
+            done = all_stored(
+                destination.store(forwarder.chunk(forwarder.messages(8)), exactly_once=True)
+            )
         assert done.messages == 8
         assert events.identity("events")
         without = Nats(server=events.server)

@@ -14,10 +14,11 @@ from pydantic import SecretStr
 
 from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
+from saf.destinations import Refusal
 from saf.destinations.rabbitmq import Rabbitmq
 from saf.errors import Refused, Rejected, Unavailable
 from saf.repair.reconcile import reconcile
-from saf.testing.forwarder import Forwarder
+from saf.testing.forwarder import Forwarder, all_stored
 from saf_demo.servers import free_port
 from tests.certificates import signed
 from tests.destinations import route, send_to
@@ -125,12 +126,12 @@ def test_a_server_that_is_killed_while_it_stores_has_all_messages_in_the_end(
         threading.Thread(target=kill).start()
         while not killed.is_set():
             try:
-                destination.store(chunk, exactly_once=False)
+                all_stored(destination.store(chunk, exactly_once=False))
             except Unavailable:
                 killed.wait(timeout=60)
         queue.start()
         destination.close()
-        destination.store(chunk, exactly_once=False)
+        all_stored(destination.store(chunk, exactly_once=False))
     assert set(ids(queue)) == {row["message_id"] for row in rows}
 
 
@@ -160,7 +161,7 @@ def test_after_a_lost_answer_messages_come_again_and_none_is_missing(queue: Queu
             destination.connect()
             proxy.lose_answers_to(b"saf-created-at")
             with pytest.raises(Unavailable):
-                destination.store(forwarder.chunk(rows), exactly_once=False)
+                all_stored(destination.store(forwarder.chunk(rows), exactly_once=False))
             proxy.lose_answers_to(b"")
             destination.store(forwarder.chunk(rows), exactly_once=False)
     there = ids(queue)
@@ -176,12 +177,14 @@ def test_what_was_confirmed_before_the_connection_broke_is_not_sent_again(queue:
         at = Rabbitmq(server=f"amqp://127.0.0.1:{proxy.port}", step_rows=10)
         with closing(at.open("events")) as destination:
             proxy.lose_answers_to(b"from here on")
-            with pytest.raises(Unavailable) as caught:
-                destination.store(forwarder.chunk(rows), exactly_once=False)
+            refusal = destination.store(forwarder.chunk(rows), exactly_once=False)
             proxy.lose_answers_to(b"")
             destination.store(forwarder.chunk(rows), exactly_once=False)
     there = ids(queue)
-    assert caught.value.stored.num_rows > 100
+    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal.error, Unavailable)
+    assert refusal.stored is not None
+    assert refusal.stored.num_rows > 100
     assert list(dict.fromkeys(there)) == [row["message_id"] for row in rows]
     assert len(there) <= 320
 
@@ -236,10 +239,11 @@ def test_what_a_queue_takes_of_a_chunk_that_it_refuses_in_part_is_not_sent_again
     with closing(events.open("events")) as destination, queue.channel() as channel:
         for _ in range(3):
             with pytest.raises(Unavailable, match="it has refused messages"):
-                destination.store(forwarder.chunk(rows), exactly_once=False)
+                all_stored(destination.store(forwarder.chunk(rows), exactly_once=False))
             got += ids(queue)
             channel.queue_purge("billing")
-        assert destination.store(forwarder.chunk(rows), exactly_once=False).messages == 20
+        done = all_stored(destination.store(forwarder.chunk(rows), exactly_once=False))
+        assert done.messages == 20
     assert got + ids(queue) == [row["message_id"] for row in rows]
 
 
@@ -366,7 +370,7 @@ def test_no_message_overtakes_one_that_a_full_queue_refuses_if_one_goes_at_a_tim
         try:
             for _ in range(1000):
                 with suppress(Unavailable):
-                    destination.store(forwarder.chunk(rows), exactly_once=False)
+                    all_stored(destination.store(forwarder.chunk(rows), exactly_once=False))
                     break
             until(lambda: len(got) == len(rows), seconds=10)
         finally:
@@ -389,7 +393,7 @@ def test_what_a_full_queue_refused_is_not_there_when_a_later_message_is_too_larg
         with closing(settings.open("events")) as destination:
             destination.store(forwarder.chunk([filling]), exactly_once=False)
             with pytest.raises(Rejected, match="larger than"):
-                destination.store(forwarder.chunk([*small, large]), exactly_once=False)
+                all_stored(destination.store(forwarder.chunk([*small, large]), exactly_once=False))
             with queue.channel() as channel:
                 channel.queue_delete("billing")
                 channel.queue_declare("billing", durable=True)
@@ -465,7 +469,7 @@ def test_an_exchange_is_reached_with_tls_by_who_may_write_there_and_by_nobody_el
             destination.store(forwarder.chunk(rows), exactly_once=False)
             big = [*forwarder.messages(3, message_type="paid", body=b"x" * 200_000)[:1], *rows]
             with pytest.raises(Rejected, match="larger than"):
-                destination.store(forwarder.chunk(big), exactly_once=False)
+                all_stored(destination.store(forwarder.chunk(big), exactly_once=False))
         assert [one["saf-id"] for one in queue.entries("mine")] == [
             str(row["message_id"]) for row in rows
         ]

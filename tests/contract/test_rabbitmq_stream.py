@@ -22,7 +22,7 @@ from saf.destinations.rabbitmq_stream.streams import Publishers
 from saf.errors import Ahead, Rejected, Unavailable
 from saf.repair.reconcile import reconcile
 from saf.setaside.lane import Kind
-from saf.testing.forwarder import Forwarder
+from saf.testing.forwarder import Forwarder, all_stored
 from tests.destinations import send_to
 from tests.lossy import Lossy
 from tests.pipeline import connect, forward
@@ -105,7 +105,7 @@ def test_what_a_killed_process_has_stored_without_its_mark_is_not_stored_again(
             destination.store(forwarder.chunk(rows[:30]), exactly_once=True)
     assert len(ids(queue)) == 30
     with closing(events.open("events")) as destination:
-        done = destination.store(forwarder.chunk(rows), exactly_once=True)
+        done = all_stored(destination.store(forwarder.chunk(rows), exactly_once=True))
     assert (done.messages, done.dropped) == (10, 30)
     assert ids(queue) == [row["message_id"] for row in rows]
 
@@ -179,7 +179,7 @@ def test_there_may_be_more_lanes_than_a_connection_has_publishers(
 
     with closing(events.open("events")) as destination:
         for count in (700, 0):
-            done = destination.store(chunk(), exactly_once=True)
+            done = all_stored(destination.store(chunk(), exactly_once=True))
             assert (done.messages, done.dropped, len(done.marks)) == (count, 700 - count, 700)
     assert sorted(ids(queue)) == sorted(row["message_id"] for row in rows)
     assert len(events.known("events", forwarder.source, role="test").marks) == 704

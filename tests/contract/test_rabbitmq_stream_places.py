@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from saf.database.bounds import Bounds
 from saf.destinations.rabbitmq_stream import RabbitmqStream
 from saf.errors import Refused, Unavailable
-from saf.testing.forwarder import Forwarder
+from saf.testing.forwarder import Forwarder, all_stored
 from saf_demo.servers import free_port
 from tests.certificates import signed
 from tests.programs import ROOT
@@ -79,7 +79,7 @@ def test_it_is_reached_with_tls_by_who_has_its_rights_and_by_nobody_else(tmp_pat
             key_file=key,
         )
         with closing(events.open("events")) as destination:
-            done = destination.store(forwarder.chunk(rows), exactly_once=True)
+            done = all_stored(destination.store(forwarder.chunk(rows), exactly_once=True))
         assert done.messages == 8
         assert events.known("events", forwarder.source, role="test").marks
         with events.reading("events") as reading:
@@ -108,7 +108,7 @@ def test_it_is_reached_with_tls_by_who_has_its_rights_and_by_nobody_else(tmp_pat
             server=server.address, username="saf", password=SecretStr("saf-hunter2")
         )
         with closing(saf.open("events")) as destination:
-            again = destination.store(forwarder.chunk(rows), exactly_once=True)
+            again = all_stored(destination.store(forwarder.chunk(rows), exactly_once=True))
         assert (again.messages, again.dropped) == (0, 8)
         assert ids(server) == [row["message_id"] for row in rows]
 

@@ -15,7 +15,7 @@ from saf.errors import Unavailable
 from saf.repair.reconcile import reconcile
 from saf.repair.send_again import send_again
 from saf.routing.routes import current_routes
-from saf.testing.forwarder import Forwarder
+from saf.testing.forwarder import Forwarder, all_stored
 from tests.lossy import Lossy
 from tests.pipeline import connect, forward, let_time_pass
 from tests.queue_suite import QueueSuite, errors, ids, send_numbers, texts
@@ -147,7 +147,7 @@ def test_what_was_stored_before_is_waited_for_by_a_write(tmp_path: Path) -> None
         with closing(events.open("events")) as destination, closing(one.client()) as client:
             destination.store(forwarder.chunk(rows), exactly_once=True)
             with client.monitor() as monitor:
-                again = destination.store(forwarder.chunk(rows), exactly_once=True)
+                again = all_stored(destination.store(forwarder.chunk(rows), exactly_once=True))
                 assert (again.messages, again.dropped) == (0, 4)
                 said = [""]
                 while not said[-1].startswith("EVALSHA"):

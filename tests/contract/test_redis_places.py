@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from saf.destinations.redis import Redis
 from saf.errors import Refused, Unavailable
-from saf.testing.forwarder import Forwarder
+from saf.testing.forwarder import Forwarder, all_stored
 from saf_demo.servers import free_port
 from tests.certificates import certificate
 from tests.needed import needed
@@ -104,7 +104,7 @@ def test_in_a_cluster_the_rights_that_the_page_lists_are_enough_and_one_that_lac
         for node in nodes:
             node.execute_command("ACL", "SETUSER", "saf", "+cluster|slots")
         with closing(events.open("events")) as destination:
-            stored = destination.store(Forwarder().chunk(rows), exactly_once=True)
+            stored = all_stored(destination.store(Forwarder().chunk(rows), exactly_once=True))
         assert stored.messages == 1
 
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from saf.database import Dsn
+from saf.engine.context import Context
 from saf.engine.source import messages
 from saf.engine.task import Task
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules
@@ -36,7 +37,7 @@ def test_a_connection_cut_while_a_batch_is_read_is_a_source_that_is_down(
                 assert connection.execute(CUT).fetchall()
                 yield from batches
 
-            delivery = Task(0, work, rules)
+            delivery = Task(Context(0, work, rules))
             receipts = delivery.run(cut_after_the_first())
             cycle.close(receipts)
             summary = next(receipt for receipt in receipts if receipt.destination is None)

@@ -14,12 +14,14 @@ from psycopg.types.json import Jsonb
 from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
 from saf.destinations import Chunk, Stored
-from saf.destinations.marks import AGAIN, MAIN, Mark, acknowledge, acknowledged
+from saf.destinations.marks import AGAIN, MAIN, Mark
 from saf.destinations.postgresql.inbox import PostgresInbox
+from saf.engine.acknowledged import acknowledge, acknowledged
 from saf.engine.source import messages, read
 from saf.engine.work import Work
 from saf.errors import Fenced, Rejected, RowsGone, Unavailable
 from saf.failpoints import arm
+from saf.testing.forwarder import all_stored
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, outlive_lease, send
 from tests.waits import blocked, until
 
@@ -50,7 +52,7 @@ def test_of_two_that_store_the_same_chunk_at_the_same_time_the_second_stores_not
 
     def store(chunk: Chunk) -> None:
         inbox = PostgresInbox("mom", mom)
-        outcomes.append(inbox.store(chunk, exactly_once=True))
+        outcomes.append(all_stored(inbox.store(chunk, exactly_once=True)))
         inbox.close()
 
     with Cycle(app, forwarding_rules(mom=mom)) as cycle, connect(mom) as connection:
@@ -82,7 +84,7 @@ def test_first_watermarks_are_made_by_one_delivery_at_a_time(app: Dsn, mom: Dsn)
                 holder.execute("SELECT pg_advisory_xact_lock(hashtextextended('saf.watermark', 0))")
                 with pytest.raises(Unavailable, match="lock timeout"):
                     inbox.store(chunk_of(work), exactly_once=True)
-            assert inbox.store(chunk_of(work), exactly_once=True).messages == 1
+            assert all_stored(inbox.store(chunk_of(work), exactly_once=True)).messages == 1
             inbox.close()
 
 
@@ -222,6 +224,6 @@ def test_a_destination_whose_broker_is_being_restored_in_place_is_refused_and_re
                 "INSERT INTO saf.broker SELECT (jsonb_populate_record(NULL::saf.broker, %s)).*",
                 [Jsonb(columns)],
             )
-            assert inbox.store(chunk_of(work), exactly_once=True).messages == 3
+            assert all_stored(inbox.store(chunk_of(work), exactly_once=True)).messages == 3
             inbox.close()
     assert bodies(mom) == ["0", "1", "2"]

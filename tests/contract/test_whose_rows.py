@@ -15,8 +15,8 @@ import pytest
 
 from saf.broker import services
 from saf.database import Dsn, fetch
-from saf.destinations import marks
 from saf.destinations.marks import MAIN, Mark
+from saf.engine import acknowledged
 from saf.errors import SafError
 from saf.log.cursor import Batch
 from saf.log.shards import Member, living
@@ -485,23 +485,25 @@ def test_a_mark_is_remembered_for_its_own_destination_lane_and_shard(source: Con
     first, second = uuid4(), uuid4()
     here, places = (MAIN, 7), [(MAIN, 7), (MAIN, 8), ("retry", 7)]
     for destination in (first, second):
-        marks.acknowledge(
+        acknowledged.acknowledge(
             source, destination, {one: Mark(batch=1, position=1) for one in places}, {}
         )
     known = {here: Mark(batch=1, position=1)}
-    marks.acknowledge(source, first, {here: Mark(batch=2, position=5)}, known)
+    acknowledged.acknowledge(source, first, {here: Mark(batch=2, position=5)}, known)
 
     def numbers(destination: UUID) -> list[tuple[int, int]]:
-        found = marks.acknowledged(source, destination, places)
+        found = acknowledged.acknowledged(source, destination, places)
         return [found[one].number for one in places]
 
     assert numbers(first) == [(2, 5), (1, 1), (1, 1)]
     assert numbers(second) == [(1, 1)] * 3
     # a task that lags behind its twin
-    marks.acknowledge(source, first, {here: Mark(batch=2, position=4)}, {here: Mark(batch=2)})
+    acknowledged.acknowledge(
+        source, first, {here: Mark(batch=2, position=4)}, {here: Mark(batch=2)}
+    )
     assert numbers(first) == [(2, 5), (1, 1), (1, 1)]
-    marks.adopt(source, first, {here: Mark(batch=1, position=3)}, [here, ("retry", 7)])
-    assert marks.acknowledged(source, first, places) == {
+    acknowledged.adopt(source, first, {here: Mark(batch=1, position=3)}, [here, ("retry", 7)])
+    assert acknowledged.acknowledged(source, first, places) == {
         here: Mark(batch=1, position=3, acknowledged=True),
         (MAIN, 8): Mark(batch=1, position=1, acknowledged=True),
     }
@@ -527,7 +529,7 @@ def test_a_mark_is_of_parked_messages_of_its_own_lane_shard_and_opening(
     def is_parked(shard: int = 7, at: datetime = opened_at, lane: str = MAIN) -> bool:
         place = (lane, shard)
         given = {place: Mark(batch=1, opened_at=at)}
-        return marks.not_parked(source, mine, "mom", given) == []
+        return acknowledged.not_parked(source, mine, "mom", given) == []
 
     assert is_parked()
     assert not is_parked(shard=8)

@@ -56,7 +56,8 @@ def marked_before_sent(patch: pytest.MonkeyPatch) -> None:
 
     def early(self: Storing, part: Any, aside: SetAside) -> None:
         last = part.rows["id"][-1].as_py()
-        self.source_session(lambda source: cursor.advance(source, self.work.batch, last))
+        work = self.context.work
+        self.context.source(lambda source: cursor.advance(source, work.batch, last))
         store(self, part, aside)
 
     patch.setattr(Storing, "store", early)
@@ -109,7 +110,7 @@ def moved_past_a_chunk_that_failed(patch: pytest.MonkeyPatch) -> None:
     store = Storing.store
 
     def carefree(self: Storing, part: Any, _: SetAside) -> None:
-        store(self, part, SetAside(work=self.work))
+        store(self, part, SetAside(work=self.context.work))
 
     patch.setattr(Storing, "store", carefree)
 
@@ -132,9 +133,10 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
     bury = SetAside.bury
 
     def all_or_nothing(self: Storing, part: Any, aside: SetAside) -> None:
-        chunk = Chunk(source=self.work.source, batch=self.work.batch, rows=part.rows)
+        work, destinations = self.context.work, self.context.destinations
+        chunk = Chunk(source=work.source, batch=work.batch, rows=part.rows)
         try:
-            store(self.destinations.connected(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]
+            store(destinations.connected(part.destination), chunk, exactly_once=True)  # type: ignore[arg-type]
         except Rejected as error:
             bury(aside, part.rows, part.destination, "rejected", str(error))
 

@@ -15,6 +15,7 @@ import psycopg
 import pyarrow as pa
 
 from saf.database import fetch
+from saf.engine.context import Context
 from saf.engine.in_step import ENDED, LAST, InStep
 from saf.engine.source import messages
 from saf.engine.task import Task
@@ -63,7 +64,7 @@ def _run(number: int, item: Work, rules: ForwardingRules) -> list[Receipt]:
     )
     in_step = InStep(iter([pa.RecordBatch.from_pylist(given, RESULT)]))
     transforming = Transforming.of(item, rules, evaluated, in_step)
-    return Task(number, item, rules, None, transforming).run(iter(batches))
+    return Task(Context(number, item, rules, None, transforming)).run(iter(batches))
 
 
 def _parked(item: Work, parked: Mapping[str, frozenset[int]]) -> list[tuple[Any, ...]]:

@@ -35,6 +35,7 @@ from saf.config import load
 from saf.database import Dsn, fetch
 from saf.database.dsn import SECRETS
 from saf.destinations.postgresql.inbox import PostgresInbox
+from saf.engine.context import Context
 from saf.engine.source import messages
 from saf.engine.task import Task
 from saf.errors import ConfigurationError, SafError, Unavailable
@@ -389,7 +390,7 @@ def test_nothing_that_holds_the_password_shows_it_when_printed(
     rules = forwarding_rules(mom=mom)
     with Cycle(app, rules) as cycle:
         (work,) = cycle.open()
-        delivery = Task(0, work, rules)
+        delivery = Task(Context(0, work, rules))
         with pytest.raises(Unavailable) as failure:
             list(messages(replace(work, dsn=wrong(app)), 1 << 26))
         things: list[Any] = [

@@ -18,6 +18,7 @@ import pytest
 
 from saf.database import Dsn
 from saf.destinations.postgresql.inbox import PostgresInbox
+from saf.engine.context import Context
 from saf.engine.source import messages
 from saf.engine.source_session import SourceSession
 from saf.engine.task import Task
@@ -126,7 +127,7 @@ class Forwarder:
         work = self.cycle.work[number]
         rules = self.cycle.rules
         with closing(messages(work, rules.max_bytes)) as rows:
-            receipts = Task(number, work, rules).run(rows)
+            receipts = Task(Context(number, work, rules)).run(rows)
         self.receipts += receipts
         for receipt in receipts:
             if receipt.error_kind not in EXPECTED:

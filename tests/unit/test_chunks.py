@@ -6,7 +6,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.engine.chunks import chunks
+from saf.engine.source import chunks
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 7), st.integers(8, 100))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from saf.engine.parked_lanes import HeldLanes
+from saf.engine.context import Context, HeldLanes
 from saf.engine.parts import Part
 from saf.engine.set_aside import SetAside
 from saf.engine.source_session import SourceSession
@@ -37,10 +37,17 @@ class Source(SourceSession):
 
 
 def earlier(*found: tuple[int, str, Lane | None]) -> tuple[EarlierTask, HeldLanes]:
-    lanes = HeldLanes()
-    one = EarlierTask(Batch.__new__(Batch), Source([*found]), lanes)
+    context = Context.__new__(Context)
+    context.work, context.source, context.lanes = of_nothing(), Source([*found]), HeldLanes()
+    one = EarlierTask(context)
     one.look()
-    return one, lanes
+    return one, context.lanes
+
+
+def of_nothing() -> Work:
+    work = Work.__new__(Work)
+    object.__setattr__(work, "batch", Batch.__new__(Batch))
+    return work
 
 
 def test_what_was_attempted_is_told_by_the_id_of_its_own_shard() -> None:

@@ -6,7 +6,7 @@ from uuid import uuid4
 
 import pyarrow as pa
 
-from saf.engine.parked_lanes import HeldLanes
+from saf.engine.context import HeldLanes
 from saf.engine.parts import Part
 from saf.engine.set_aside import SetAside
 from saf.engine.work import Work

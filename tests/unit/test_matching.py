@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.engine.finding_routes import share
+from saf.engine.parts import share
 from saf.engine.resolving import Matcher
 from saf.routing.matching import Match, Route, Routes, by_precedence
 from saf.routing.route_choices import Asker

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
 from saf.database.patience import Waiting, answer_within
+from saf.destinations import Refusal
 from saf.destinations.addresses import connect, context_of
 from saf.destinations.https import wire
-from saf.destinations.https.wire import NotUnderstood, OtherVersion, Said, raised
+from saf.destinations.https.wire import NotUnderstood, OtherVersion, Said, refused
 from saf.destinations.marks import Known
 from saf.destinations.queues import unusable
 from saf.destinations.settings import Guarantee
@@ -129,12 +130,16 @@ class Link:
         Raises the broker's refusal, or `Unavailable`.
         """
         body = wire.written(ask=question, **fields)
-        return self.post(body, wire.JSON, self.settings.bounds.statement_seconds)
+        answer = self.post(body, wire.JSON, self.settings.bounds.statement_seconds)
+        assert not isinstance(answer, Refusal)  # noqa: S101 - a question has no rows
+        return answer
 
-    def post(self, body: Any, kind: str, seconds: float, chunk: Chunk | None = None) -> Said:
+    def post(
+        self, body: Any, kind: str, seconds: float, chunk: Chunk | None = None
+    ) -> Said | Refusal:
         """Send a signed body, such as that of ``chunk``, and return the broker's answer.
 
-        Raises the broker's refusal, or `Unavailable`.
+        Raises the broker's refusal unless it names rows of the chunk, or `Unavailable`.
         """
         status, reason, answer = self._answered(body, kind, seconds)
         try:
@@ -147,7 +152,10 @@ class Link:
             if status != http.client.OK:
                 if message["error"] == "version":
                     raise self._unlike(message["speaks"])
-                raise raised(self.what, message, chunk)
+                refusal = refused(self.what, message, chunk)
+                if refusal.rows is None:
+                    raise refusal.error
+                return refusal
         return message
 
     def _answered(self, body: Any, kind: str, seconds: float) -> tuple[int, str, bytes]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.https.chunks import body_of
 from saf.destinations.https.link import Link
 from saf.destinations.https.wire import ARROW, UNLIKE, Said, to_marks
@@ -51,11 +51,13 @@ class RemoteInbox:
         except UNLIKE:
             raise Unavailable(self.what, "its answer does not name the inbox's broker") from None
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         """Store a chunk; see `saf.destinations.Destination`."""
         fail_point("mom_insert")
         answer = self._given(chunk, store=True, exactly_once=exactly_once)
         fail_point("mom_commit")
+        if isinstance(answer, Refusal):
+            return answer
         try:
             return Stored(
                 messages=int(answer["messages"]),
@@ -68,6 +70,8 @@ class RemoteInbox:
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:
         """Return how far the lanes and shards of a chunk are stored; see `Destination.marks`."""
         answer = self._given(chunk, store=False, exactly_once=False)
+        if isinstance(answer, Refusal):
+            raise answer.error
         try:
             return to_marks(answer["marks"])
         except UNLIKE:
@@ -79,7 +83,7 @@ class RemoteInbox:
         if link is not None:
             link.close()
 
-    def _given(self, chunk: Chunk, *, store: bool, exactly_once: bool) -> Said:
+    def _given(self, chunk: Chunk, *, store: bool, exactly_once: bool) -> Said | Refusal:
         body = body_of(chunk, store=store, exactly_once=exactly_once)
         if self._most is None:
             self.connect()

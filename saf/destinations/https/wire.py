@@ -9,9 +9,9 @@ A forwarder POSTs, and signs each body as defined by Standard Webhooks:
 
 The broker answers with one JSON object, which contains the ``version``, and the broker's
 ``identity`` where it is known. With status 200, the object contains the result. With any other
-status, it contains the ``error``, and the forwarder raises that error again:
+status, it contains the ``error``, and the forwarder has that error again:
 
-    error            status   the forwarder raises
+    error            status   the forwarder's error
     fenced           409      Fenced
     ahead, behind    409      Ahead, Behind
     unknown_service  409      UnknownService
@@ -24,7 +24,7 @@ status, it contains the ``error``, and the forwarder raises that error again:
     unusable         400      Refused: an operator must fix something at one of the two ends
     version          400      Refused: the ends speak different versions
 
-``rows`` are the numbers of the rows that were not stored.
+``rows`` are the numbers of the rows that are refused; none was stored.
 
 A mark is ``[batch, position, opened_at, acknowledged]``, followed by ``set_aside_at`` if it has
 one. Marks are a list of ``[lane, shard, mark]``. A moment is text in ISO 8601, with its zone.
@@ -40,7 +40,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from saf.destinations import Chunk
+from saf.destinations import Chunk, Refusal
 from saf.destinations.marks import Known, Lower, Mark, Place
 from saf.destinations.queues import unusable
 from saf.errors import (
@@ -195,17 +195,13 @@ TOLD: Sequence[tuple[type[SafError], int, str, Callable[[Any], dict[str, Any]]]]
         UnknownService,
         409,
         "unknown_service",
-        lambda error: {"services": error.services, "rows": error.rows[ROW].to_pylist()},
+        lambda error: {"services": [*error.services]},
     ),
     (
         AnotherBroker,
         409,
         "another_broker",
-        lambda error: {
-            "broker": error.broker,
-            "others": error.others,
-            "rows": error.rows[ROW].to_pylist(),
-        },
+        lambda error: {"broker": error.broker, "others": [*error.others]},
     ),
     (Rejected, 422, "rejected", lambda error: {"reason": error.reason}),
     (
@@ -220,51 +216,57 @@ TOLD: Sequence[tuple[type[SafError], int, str, Callable[[Any], dict[str, Any]]]]
 """Status, name and members of the answer for each error; the first line that fits counts."""
 
 
-def told(error: SafError) -> tuple[int, dict[str, Any]]:
-    """Return the status and the answer for an error."""
+def told(refusal: Refusal) -> tuple[int, dict[str, Any]]:
+    """Return the status and the answer for a refusal."""
+    rows = {} if refusal.rows is None else {"rows": refusal.rows[ROW].to_pylist()}
     for kind, status, name, fields in TOLD:
-        if isinstance(error, kind):
-            return status, {"error": name, **fields(error)}
-    raise AssertionError(error)  # the last line fits
+        if isinstance(refusal.error, kind):
+            return status, {"error": name, **fields(refusal.error), **rows}
+    raise AssertionError(refusal)  # the last line fits
 
 
-OF_CHUNKS: Mapping[str, Callable[[str, Said, Chunk], SafError]] = {
-    "fenced": lambda what, answer, _: Fenced(what, _shards(answer)),
-    "ahead": lambda what, answer, _: Ahead(what, _shards(answer), to_marks(answer["marks"])),
-    "behind": lambda what, answer, _: Behind(
+OF_CHUNKS: Mapping[str, Callable[[str, Said], SafError]] = {
+    "fenced": lambda what, answer: Fenced(what, _shards(answer)),
+    "ahead": lambda what, answer: Ahead(what, _shards(answer), to_marks(answer["marks"])),
+    "behind": lambda what, answer: Behind(
         what, _shards(answer), moment(answer["since"]), _to_lower(answer["lower"])
     ),
-    "unknown_service": lambda what, answer, chunk: UnknownService(
-        what, sorted(map(str, answer["services"])), _rows(answer, chunk)
-    ),
-    "another_broker": lambda what, answer, chunk: AnotherBroker(
-        what, str(answer["broker"]), sorted(map(str, answer["others"])), _rows(answer, chunk)
-    ),
-    "rejected": lambda what, answer, _: Rejected(what, str(answer["reason"])),
-    "too_large": lambda what, answer, _: Rejected(what, str(answer["reason"])),
+    "rejected": lambda what, answer: Rejected(what, str(answer["reason"])),
+    "too_large": lambda what, answer: Rejected(what, str(answer["reason"])),
 }
-"""Errors about a chunk, by the name in the answer."""
+"""Errors about a whole chunk, by the name in the answer."""
+
+OF_ROWS = ("unknown_service", "another_broker")
 
 
-def raised(what: str, said: Said, chunk: Chunk | None) -> SafError:
-    """Return the error that a broker has reported, about a chunk or a question."""
+def refused(what: str, said: Said, chunk: Chunk | None) -> Refusal:
+    """Return the refusal that a broker has reported, about a chunk or a question."""
     name = said["error"]
-    if name in OF_CHUNKS:
+    if name in OF_CHUNKS or name in OF_ROWS:
         if chunk is None:
             raise ValueError("a question has neither shards nor messages")
-        return OF_CHUNKS[name](what, said, chunk)
+        if name in OF_ROWS:
+            return _of_rows(what, said, chunk)
+        return Refusal(error=OF_CHUNKS[name](what, said))
     reason = str(said["reason"])
     if name == "unavailable":
-        return Unavailable(what, reason)
-    return (Refused if name == "not_signed" else unusable)(what, reason, str(said["cure"]))
+        return Refusal(error=Unavailable(what, reason))
+    kind = Refused if name == "not_signed" else unusable
+    return Refusal(error=kind(what, reason, str(said["cure"])))
+
+
+def _of_rows(what: str, said: Said, chunk: Chunk) -> Refusal:
+    from saf.destinations import places  # needs Arrow, which a driver may lack
+
+    rows = chunk.rows.take([int(row) for row in said["rows"]])
+    if said["error"] == "unknown_service":
+        return places.of_services(what, sorted(map(str, said["services"])), rows)
+    others = sorted(map(str, said["others"]))
+    return places.of_brokers(what, str(said["broker"]), others, rows)
 
 
 def _shards(answer: Said) -> list[int]:
     return [int(shard) for shard in answer["shards"]]
-
-
-def _rows(answer: Said, chunk: Chunk) -> Any:
-    return chunk.rows.take([int(row) for row in answer["rows"]])
 
 
 def _of_lower(lower: object) -> list[Any] | None:

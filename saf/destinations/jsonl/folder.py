@@ -45,7 +45,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import MESSAGE
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.jsonl.state import INSIDE, State, make_identity, read_state
 from saf.destinations.marks import NOTHING, Mark, Place
 from saf.destinations.places import guarded, judged, refuse
@@ -88,7 +88,7 @@ class Folder:
     def close(self) -> None:
         """Do nothing: no file stays open."""
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         """Store a chunk; see `saf.destinations.Destination`."""
         identity = self.identity()
         with unavailable_if_lost(self.what), self._locked(chunk.source) as state:
@@ -102,7 +102,7 @@ class Folder:
             )
             self._commit(chunk.source, new, verdict.rows if verdict.wrong is None else None, state)
         if verdict.wrong:
-            raise verdict.wrong
+            return verdict.wrong
         dropped = chunk.rows.num_rows - verdict.rows.num_rows
         return Stored(messages=verdict.rows.num_rows, dropped=dropped, marks=verdict.moved)
 

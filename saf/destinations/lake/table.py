@@ -28,7 +28,7 @@ from uuid import UUID
 
 import pyarrow as pa
 
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.lake.state import State
 from saf.destinations.marks import NOTHING, Known, Mark, Place
 from saf.destinations.places import Verdict, guarded, judged, refuse
@@ -105,7 +105,7 @@ class LakeTable(ABC, Generic[Opened]):
         """Forget the version that was read."""
         self._opened = None
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         """Store a chunk; see `saf.destinations.Destination`."""
         count = chunk.rows.num_rows
         for attempt in range(ATTEMPTS):
@@ -123,7 +123,7 @@ class LakeTable(ABC, Generic[Opened]):
             raise Unavailable(self.what, "others change the same table again and again")
         fail_point("mom_commit")
         if verdict.wrong:
-            raise verdict.wrong
+            return verdict.wrong
         stored = verdict.rows.num_rows
         return Stored(messages=stored, dropped=count - stored, marks=verdict.moved)
 

@@ -39,16 +39,18 @@ from saf.database import (
     the_row,
     translated,
 )
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.marks import Mark, Place
-from saf.destinations.places import beyond, for_others, guarded, last_of, refuse
-from saf.errors import (
-    AnotherBroker,
-    Rejected,
-    Restored,
-    Unavailable,
-    UnknownService,
+from saf.destinations.places import (
+    beyond,
+    for_others,
+    guarded,
+    last_of,
+    of_brokers,
+    of_services,
+    refuse,
 )
+from saf.errors import Rejected, Restored, Unavailable
 from saf.failpoints import fail_point
 from saf.log import lineage
 from saf.log.shards import LAST
@@ -151,7 +153,7 @@ class PostgresInbox:
         with self._transaction():
             pass
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         """Store a chunk; see `saf.destinations.Destination`."""
         with self._transaction() as cursor:
             services, epochs, marks = self._lock_watermarks(cursor, chunk)
@@ -172,9 +174,9 @@ class PostgresInbox:
             fail_point("mom_insert")
         fail_point("mom_commit")
         if brokers:
-            raise AnotherBroker(f"destination {self.name!r}", str(self.identity()), brokers, rows)
+            return of_brokers(f"destination {self.name!r}", str(self.identity()), brokers, rows)
         if unknown:
-            raise UnknownService(f"destination {self.name!r}", unknown, rows)
+            return of_services(f"destination {self.name!r}", unknown, rows)
         dropped = chunk.rows.num_rows - rows.num_rows
         return Stored(messages=rows.num_rows, dropped=dropped, marks=moved)
 

@@ -29,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.events import CONTENT_TYPE
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.marks import Mark, Place
@@ -89,31 +89,34 @@ class Queues:
         if channel is not None:
             channel.close()
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:  # noqa: ARG002 - unsupported
-        """Store a chunk; see `saf.destinations.Destination`.
-
-        If it raises, some messages may still have been stored: those in `SafError.stored`.
-        """
+    def store(
+        self,
+        chunk: Chunk,
+        *,
+        exactly_once: bool,  # noqa: ARG002 - unsupported
+    ) -> Stored | Refusal:
+        """Store a chunk; see `saf.destinations.Destination`."""
         number = "parked_id" if "parked_id" in chunk.rows.column_names else "id"
         keys = [(chunk.source, number, key) for key in chunk.rows[number].to_pylist()]
         try:
-            self._store(chunk, keys)
+            if refusal := self._store(chunk, keys):
+                return refusal
         except (Rejected, Unavailable) as error:
             stored = [key in self._there for key in keys]
-            if any(stored):
-                error.stored = chunk.rows.filter(pa.array(stored))
             # only an interrupted attempt is made again with the same rows
             self._there.intersection_update(keys if isinstance(error, Unavailable) else ())
-            raise
+            if not any(stored):
+                raise
+            return Refusal(error=error, stored=chunk.rows.filter(pa.array(stored)))
         self._there.clear()
         return Stored(messages=chunk.rows.num_rows)
 
-    def _store(self, chunk: Chunk, keys: list[Row]) -> None:
-        """Send the messages of a chunk that are not stored yet."""
+    def _store(self, chunk: Chunk, keys: list[Row]) -> Refusal | None:
+        """Send the messages of a chunk that are not stored yet, unless some are refused."""
         self.connect()
         rows = chunk.rows
-        if error := not_for(self.what, self.identity(), rows, chunk.behind):
-            raise error
+        if refusal := not_for(self.what, self.identity(), rows, chunk.behind):
+            return refusal
         messages = mapped(
             self.what,
             rows,
@@ -135,6 +138,7 @@ class Queues:
             with self._sending([(keys[place], ids[place]) for place in fresh]) as channel:
                 channel.publish(topics, [encoded[place] for place in fresh], bodies)
         fail_point("mom_commit")
+        return None
 
     def marks(self, chunk: Chunk) -> Mapping[Place, Mark]:  # noqa: ARG002 - queues keep no marks
         """Return nothing: queues keep no marks."""

@@ -38,7 +38,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.destinations import Chunk, Stored
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.marks import ONCE, Mark, Place
 from saf.destinations.places import guarded, judged, noting, places_of, refuse
@@ -124,7 +124,7 @@ class Streams:
         if link is not None:
             link.close()
 
-    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored:
+    def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         """Store a chunk; see `saf.destinations.Destination`."""
         identity, own = self.identity(), dict(chunk.batch.epochs)
         with self._connected() as link:
@@ -146,7 +146,7 @@ class Streams:
             journal.move({place: (own[place[1]], mark) for place, mark in marks.items()})
         fail_point("mom_commit")
         if verdict.wrong:
-            raise verdict.wrong
+            return verdict.wrong
         dropped = chunk.rows.num_rows - stored
         return Stored(messages=stored, dropped=dropped, marks=verdict.moved)
 

@@ -92,7 +92,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a destination that rejects everything is given everything",
-        "saf/engine/brake.py",
+        "saf/engine/context.py",
         "if messages < self.most or",
         "if True or",
         f"{FAULTS}::"
@@ -109,9 +109,30 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a stop is not heard between halves",
         "saf/engine/storing.py",
-        "elif self._told_to_stop():",
-        "elif False:",
+        "if self.context.told_to_stop():",
+        "if False:",
         f"{FAULTS}::test_a_stop_is_heard_between_the_halves_of_what_is_rejected",
+    ),
+    mutant(
+        "a destination that is down for a moment is not asked again",
+        "saf/engine/destination_sessions.py",
+        "found.error if isinstance(found, Refusal) else None",
+        "None",
+        f"{FAULTS}::test_a_client_that_raised_is_opened_anew_for_the_next_attempt",
+    ),
+    mutant(
+        "a stop is asked about between a refusal and what takes its place",
+        "saf/engine/storing.py",
+        "if not left and pending and stops():",
+        "if pending and stops():",
+        "unit/test_refusals.py",
+    ),
+    mutant(
+        "a destination that names no message is asked for ever",
+        "saf/engine/storing.py",
+        "case UnknownService() if names_rows:",
+        "case UnknownService():",
+        "unit/test_refusals.py",
     ),
     mutant(
         "a destination that cannot say which it is makes dead letters",
@@ -591,8 +612,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what a queue has taken before it was full is sent again by the next run",
         "saf/engine/storing.py",
-        "if error.stored is None:",
-        "if True:",
+        "if refusal.stored is not None:",
+        "if False:",
         f"{QUEUES}::test_a_queue_that_takes_less_than_a_chunk_gets_each_message_once_run_by_run",
     ),
     mutant(
@@ -636,17 +657,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what a full queue has taken at most once is a dead letter as well",
         "saf/engine/storing.py",
-        "            part = self._without_stored(part, set_aside, error, perf_counter() - began)\n"
-        "            set_aside.bury(",
-        "            set_aside.bury(",
+        "if refusal.stored is not None:",
+        "if refusal.stored is not None and not once:",
         f"{QUEUES}::test_what_a_full_queue_has_taken_at_most_once_is_no_dead_letter",
     ),
     mutant(
         "beside a message that no queue takes, what a full queue has taken comes again",
         "saf/engine/storing.py",
-        "            part = self._without_stored(part, set_aside, error, perf_counter() - began)\n"
-        "            self._store_halves(",
-        "            self._store_halves(",
+        "if refusal.stored is not None:",
+        "if refusal.stored is not None and not isinstance(error, Rejected):",
         f"{QUEUES}::test_beside_a_message_that_no_queue_takes_a_full_queue_gets_each_one_once",
     ),
     mutant(

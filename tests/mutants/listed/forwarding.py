@@ -405,21 +405,21 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the second half of what was rejected in part is not stored",
         STORING,
-        "            self.store(second, set_aside)\n",
-        "            pass\n",
+        "for cut in ((0, half), (half,))",
+        "for cut in ((0, half),)",
         REJECTED,
     ),
     mutant(
         "neighbours of an unknown service wait with it",
         STORING,
-        "        if rest.num_rows:\n            self.store(replace(part, rows=rest), set_aside)\n",
-        "",
+        "return [replace(part, rows=rest)] if rest.num_rows else []",
+        "return []",
         UNKNOWN,
     ),
     mutant(
         "a destination is asked to store nothing, of no lane",
         STORING,
-        "if not (part.rows.num_rows or part.main):",
+        "if not part.rows.num_rows and (once or not part.main):",
         "if False:",
         "contract/test_hostile_in_lanes.py::"
         "test_what_is_retried_and_still_too_large_is_dead_again_while_its_destination_is_down",
@@ -468,19 +468,18 @@ MUTANTS: list[Mutant] = [
         SUMMED,
     ),
     mutant(
-        "what an earlier run had stored beside unknown services is neither counted nor remembered",
-        STORING,
-        "self._store_rest(part, rows, set_aside)",
-        "self._store_rest(replace(part, rows=error.rows), rows, set_aside)",
-        COUNTED,
+        "what was stored before its service went is parked for it",
+        "saf/destinations/postgresql/inbox.py",
+        "unknown, rows)\n        dropped",
+        "unknown, chunk.rows)\n        dropped",
         "contract/test_lanes_in_order.py::"
-        "test_what_was_stored_before_others_had_to_wait_for_their_service_is_no_alarm",
+        "test_what_was_stored_before_its_service_went_is_not_parked_for_it",
     ),
     mutant(
         "messages that wait for a service count as delivered",
         STORING,
         "        rest = inputs_of(part.rows, refused, but=True)\n",
-        "        self.receipts.delivered(part.destination or '', refused)\n"
+        "        self.context.receipts.delivered(part.destination or '', refused)\n"
         "        rest = inputs_of(part.rows, refused, but=True)\n",
         COUNTED,
     ),
@@ -493,16 +492,16 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "chunks are larger than they may be",
-        "saf/engine/chunks.py",
+        "saf/engine/source.py",
         "batch.slice(start, max_rows - rows)",
         "batch.slice(start, max_rows)",
         "unit/test_chunks.py",
     ),
     mutant(
         "the last chunk is lost",
-        "saf/engine/chunks.py",
-        "    if held:\n",
-        "    if held and rows >= max_rows:\n",
+        "saf/engine/source.py",
+        "    if held:\n        yield pa",
+        "    if held and rows >= max_rows:\n        yield pa",
         "unit/test_chunks.py",
     ),
     mutant(

@@ -10,7 +10,11 @@ BACKOFF, PARKING, DEAD, SELECTION = (
     "saf/setaside/dead.py",
     "saf/setaside/selection.py",
 )
-EXPIRED, MARKS, SHARDS = "saf/setaside/dropped.py", "saf/destinations/marks.py", "saf/log/shards.py"
+EXPIRED, MARKS, SHARDS = (
+    "saf/setaside/dropped.py",
+    "saf/engine/acknowledged.py",
+    "saf/log/shards.py",
+)
 ROWS = "contract/test_whose_rows.py::test_"
 LANE = f"{ROWS}a_lane_is_asked_for_made_due_and_forgotten_for_its_own_subscription"
 EMPTY = (

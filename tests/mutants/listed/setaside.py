@@ -91,14 +91,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what has expired goes to a destination that did not say whether it has it",
         "saf/engine/storing.py",
-        "            self._wait(part, set_aside, error)\n            raise",
-        "            raise",
+        "            if isinstance(marks.error, REFUSES):\n"
+        "                self._wait(part, set_aside, marks)\n",
+        "",
         "contract/test_expired_in_lanes.py::"
         "test_what_has_expired_waits_while_its_destination_does_not_say_whether_it_has_it",
     ),
     mutant(
         "what is sent again does not say for which service it has no route",
-        "saf/engine/finding_routes.py",
+        "saf/engine/parked_lanes.py",
         "obstacle(self._left.get(lane, lane))",
         "obstacle(lane)",
         "contract/test_lanes_in_order.py::"
@@ -106,7 +107,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the problem of a router is not told of what is sent again",
-        "saf/engine/finding_routes.py",
+        "saf/engine/parked_lanes.py",
         "        self._note_left(resolution.waiting)\n",
         "",
         "contract/test_lanes_in_order.py::"
@@ -373,7 +374,8 @@ MUTANTS: list[Mutant] = [
         "what is parked commits without the position",
         "saf/engine/task.py",
         "            set_aside.write(source, before)\n",
-        "            SourceSession(self.work, 1)(lambda other: set_aside.write(other, before))\n",
+        "            other = type(self.context.source)(self.context.work, 1)\n"
+        "            other(lambda source: set_aside.write(source, before))\n",
         f"{ONCE}::test_what_is_parked_commits_with_the_position_that_passes_it",
     ),
     mutant(
@@ -381,10 +383,10 @@ MUTANTS: list[Mutant] = [
         "saf/engine/task.py",
         """        if not parts:
             return parts
-        set_aside.write_ahead(self.source_session)
+        set_aside.write_ahead(source)
 """,
         """        if parts:
-            set_aside.write_ahead(self.source_session)
+            set_aside.write_ahead(source)
 """,
         f"{ONCE}::"
         "test_at_most_once_messages_that_wait_are_not_attempted_and_so_are_not_lost_by_a_crash",
@@ -441,15 +443,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a zombie takes messages out of a lane",
         "saf/engine/parked_lanes.py",
-        "            lock_cursors(source, self.work.batch)\n"
+        "            lock_cursors(source, self.context.work.batch)\n"
         "            gone = set_aside.write_from_lanes(",
         "            gone = set_aside.write_from_lanes(",
         f"{ONCE}::test_a_zombie_takes_nothing_out_of_a_lane",
     ),
     mutant(
         "a zombie leads messages to their routes",
-        "saf/engine/finding_routes.py",
-        """            lock_cursors(source, self.parked.work.batch)
+        "saf/engine/parked_lanes.py",
+        """            lock_cursors(source, self.context.work.batch)
             parking.touch(source, subscription_id, lanes, "has""",
         """            parking.touch(source, subscription_id, lanes, "has""",
         f"{ONCE}::test_a_zombie_leads_nothing_to_a_route_that_has_come",
@@ -457,8 +459,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what expires in a lane is dead although its destination has stored it",
         RELEASING,
-        "                never = self.storing.not_stored(part, never, set_aside)\n",
-        "                pass\n",
+        "            never = self.storing.not_stored(part, never, set_aside)\n",
+        "            pass\n",
         "contract/test_expired_in_lanes.py::"
         "test_what_is_stored_already_is_not_dead_because_its_answer_got_lost",
     ),

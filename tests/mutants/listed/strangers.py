@@ -11,7 +11,7 @@ from tests.mutants.mutant import Mutant, mutant
 
 MARKING, RELEASING = "saf/dispatch/marking.py", "saf/engine/releasing.py"
 CURSOR, SHARDS = "saf/log/cursor.py", "saf/log/shards.py"
-HELD_LANES, THE_HELD = "saf/engine/parked_lanes.py", "unit/test_held_lanes.py"
+HELD_LANES, THE_HELD = "saf/engine/context.py", "unit/test_held_lanes.py"
 DISPATCH, ONCE = "contract/test_dispatch.py", "contract/test_set_aside_once.py"
 OWNERS = "contract/test_owners.py"
 
@@ -56,7 +56,7 @@ SURVIVORS: list[Mutant] = [
         "a task that was taken over notes that it sends at most once",
         RELEASING,
         """        def doubt(source: psycopg.Connection[Any]) -> None:
-            lock_cursors(source, self.work.batch)
+            lock_cursors(source, batch)
 """,
         """        def doubt(source: psycopg.Connection[Any]) -> None:
 """,
@@ -444,7 +444,7 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "a lane that the batch has filled may open",
         EARLIER,
-        "                self._lanes.ahead.add(lane)\n",
+        "                lanes.ahead.add(lane)\n",
         "",
         f"{OF_EARLIER}::test_what_is_set_aside_for_one_destination_is_fresh_for_others",
     ),

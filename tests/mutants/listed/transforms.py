@@ -107,7 +107,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is not deterministic is not written before it is sent",
         "saf/engine/task.py",
-        "        self.transforming.keep(fit, self.source_session)\n",
+        "        transforming.keep(fit, source)\n",
         "",
         "spark/test_transforms.py::"
         "test_what_is_not_deterministic_is_the_same_everywhere_although_a_batch_is_read_again",

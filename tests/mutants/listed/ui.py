@@ -84,15 +84,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a person decides about parked messages that a forwarder has in hand",
         "saf/engine/releasing.py",
-        "with self.source_session.in_hand(destination):",
+        "with context.source.in_hand(destination):",
         "if destination:",
         f"{DECIDED}::test_nobody_decides_about_what_a_forwarder_has_in_hand",
     ),
     mutant(
         "a task that has lost its session goes on with what it has read",
         "saf/engine/parked_lanes.py",
-        "if self.source_session.let_slip():",
-        "if self.source_session.let_slip() and self.over:",
+        "if self.context.source.let_slip():",
+        "if self.context.source.let_slip() and self.over:",
         f"{DECIDED}::test_a_task_that_loses_its_session_leaves_alone_what_was_decided_meanwhile",
     ),
     mutant(
