@@ -13,15 +13,16 @@ from contextlib import contextmanager
 from typing import Any
 
 from saf.logger import Log
-from saf.received import READ, Received
-from saf.receiving import claim, reading, retries
+from saf.receiving import claim, outcome, reading, retries
+from saf.receiving.arrival import Arrival
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import LAST, about, failure
 from saf.receiving.hand import Hand, Reader
 from saf.receiving.link import Link
-from saf.receiving.retries import Policy, Suspect, bury_alone
+from saf.receiving.outcome import Dead
+from saf.receiving.retries import Policy, Suspect
 from saf.receiving.summary import SetAside
-from saf.setaside.isolation import of_messages
+from saf.setaside.isolation import of_messages, said
 from saf.signing.verifier import Verifier
 
 log = Log("saf.receive")
@@ -147,8 +148,19 @@ class Trying:
         except Exception as error:
             if self.link.raw.broken or not of_messages(error) or not hand.all:
                 raise
-            bury_alone(self.link.raw, hand, error)
-            self._unseen += SetAside(buried=len(hand.all))
+            self._bury(hand, error)
+
+    def _bury(self, hand: Hand, error: Exception) -> None:
+        """Make a dead letter of the only message in hand, because every way to handle it raises.
+
+        Its conversation ends with an error, and its shard moves past it.
+        """
+        raw = self.link.raw
+        letter = Dead(reason="rejected", error=said(error), as_stored=True, fails=True)
+        outcomes = dict.fromkeys(hand.all, letter)
+        outcome.write(raw, hand, outcomes, arrival=Arrival(raw=raw))
+        claim.move(raw, hand)
+        self._unseen += SetAside(buried=len(outcomes))
 
     @contextmanager
     def _tried(self, suspect: Suspect) -> Iterator[Delivery[Any]]:
@@ -215,9 +227,7 @@ class Trying:
         if known is None or known[0] != number:
             return self._delivery(hand, Suspect(shard=suspect.shard, lane=None))
         limit = limit or (self.max_messages if number == 1 else 1)
-        for row in retries.read_lane(raw, self.reader, lane, limit):
-            message = Received(row, row[-1], number if not hand.messages else 1)
-            hand.take(message, row[len(READ)])
+        reading.read_lane(raw, hand, lane, number, limit)
         return self._delivery(hand, suspect)
 
     def _delivery(self, hand: Hand | None, tried: Suspect | None = None) -> Delivery[Any]:

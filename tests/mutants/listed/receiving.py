@@ -216,8 +216,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was read ahead and refused is gone without a dead letter",
         DELIVERY,
-        "            or self._refused\n",
-        "",
+        "            self._unseen\n            or self._stopped\n",
+        "            self._stopped\n",
         "contract/test_signing.py::test_what_was_read_ahead_is_verified_as_it_is_delivered",
     ),
     mutant(
@@ -448,8 +448,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a key overtakes its messages that wait",
         DELIVERY,
-        "self._messages = [message for message in self._messages if message.lane not in waiting]",
-        "self._messages = list(self._messages)",
+        "behind = [message for message in self._messages if message.lane in waiting]",
+        "behind = []",
         f"{WORKER}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
     ),
     mutant(
@@ -469,8 +469,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is handled counts though it was set aside",
         DELIVERY,
-        "place not in self._dead and not self._is_past(message, place)\n",
-        "place not in self._dead\n",
+        "message not in self._back and self._outcome(message, place) is HANDLED\n",
+        "message not in self._back and message not in self._dead\n",
         f"{RECEIVED}::test_neither_what_is_set_aside_nor_what_is_behind_it_counts_as_handled",
     ),
     mutant(
@@ -582,7 +582,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a lane is read in no order",
-        LANES,
+        READING,
         "WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s",
         "WHERE {THIS_LANE} ORDER BY id DESC LIMIT %(limit)s",
         f"{WORKER}::test_after_its_attempts_a_message_is_dead_and_its_key_goes_on",
