@@ -1,4 +1,4 @@
-"""A delivery: messages in hand, the transaction to work in, and the result for each message.
+"""A delivery: messages in hand, the transaction to work in, and the outcome of each message.
 
 Iterating over a `Delivery` yields its messages in order. To set aside a message that cannot be
 handled, call `park` (try it again later), `wait` (for a handler) or `reject` (make a dead letter).
@@ -12,8 +12,9 @@ iteration yields no further message (`Delivery.until`), and the rest is put back
 Messages that a verifier refuses (`refused`) are not in the delivery: they become dead letters and
 block no other messages.
 
-A delivery neither begins nor commits its transaction. `Delivery.settle` writes the results before
-the receiver commits; if the transaction is rolled back, no result remains.
+A delivery neither begins nor commits its transaction. `Delivery.settle` writes the outcomes
+(`saf.receiving.outcome`) before the receiver commits; if the transaction is rolled back, none of
+them remains.
 """
 
 from __future__ import annotations
@@ -207,7 +208,7 @@ class Delivery(Sequence[Received], Generic[C]):
         return self._hand.shards[message.shard].epoch
 
     def settle(self) -> None:
-        """Write the messages' results and count them. Call it before the commit."""
+        """Write the messages' outcomes and count them. Call it before the commit."""
         hand = self._hand
         if hand is None:
             return
@@ -219,7 +220,7 @@ class Delivery(Sequence[Received], Generic[C]):
             self._raw.execute(own.encode())
         if self._back:
             self._put_back(hand)
-        outcomes = self._outcomes()
+        outcomes = self.outcomes()
         tried = self._tried.lane if self._tried else None
         outcome.write(
             self._raw,
@@ -252,8 +253,8 @@ class Delivery(Sequence[Received], Generic[C]):
             or hand.late
         )
 
-    def _outcomes(self) -> dict[Received, Outcome]:
-        """Return the outcome of each message in hand: first those that were not handed out."""
+    def outcomes(self) -> dict[Received, Outcome]:
+        """Return the outcome of each message in hand, by the decisions so far."""
         outcomes = self._unseen | {
             message: Parked.of(Kind.KEY, message.lane) if self._waits(message, place) else HANDLED
             for message, place in self._arrival.received.items()

@@ -13,7 +13,7 @@ application lends is given back with its own prepare threshold (`as_it_was`).
 
 *Notifications.* With them, a receiver learns of new messages immediately, instead of at its next
 poll. Both ends are optional. An inbox notifies, once for each statement that stores messages, if
-`switch` has enabled its trigger. A receiver listens if it is told to (`listen`). Messages that
+`switch` has enabled its trigger. A receiver listens if it is told to (`start_listening`). Messages that
 become due later (``deliver_at``, another attempt) are found by polling in any case.
 
 The cost: PostgreSQL lets transactions that notify commit only one after the other, in the whole
@@ -224,7 +224,7 @@ def switch(connection: psycopg.Connection[Any], on: bool) -> None:
     connection.execute(SWITCH[on])
 
 
-def listen(connection: psycopg.Connection[Any]) -> None:
+def start_listening(connection: psycopg.Connection[Any]) -> None:
     """Make the inbox wake this session, from the next commit on.
 
     Raises:
@@ -247,13 +247,15 @@ def listen_if_it_notifies(connection: psycopg.Connection[Any]) -> bool:
     return bool(notifies)
 
 
-def forget(connection: psycopg.Connection[Any]) -> None:
+def forget_notifications(connection: psycopg.Connection[Any]) -> None:
     """Discard received notifications before looking for messages: psycopg would keep them all."""
     for _ in connection.notifies(timeout=0):
         pass
 
 
-def wait(connection: psycopg.Connection[Any], seconds: float, stopping: Event) -> None:
+def await_notification(
+    connection: psycopg.Connection[Any], seconds: float, stopping: Event
+) -> None:
     """Wait outside a transaction for a notification, for ``seconds`` or until told to stop."""
     deadline = time.monotonic() + seconds
     while not stopping.is_set() and (left := deadline - time.monotonic()) > 0:

@@ -53,11 +53,17 @@ from saf.log import shards
 from saf.log.pauses import Pauses
 from saf.log.shards import ALL_SHARDS, LAST, failed
 from saf.receiving import claim, reading, retries
-from saf.receiving import link as notify
 from saf.receiving.claim import PLAN_ONCE
 from saf.receiving.delivery import Delivery
 from saf.receiving.hand import Hand, Reader
-from saf.receiving.link import Link, connected
+from saf.receiving.link import (
+    UNLISTEN,
+    Link,
+    await_notification,
+    connected,
+    forget_notifications,
+    start_listening,
+)
 from saf.receiving.prefetch import Prefetch
 from saf.receiving.retries import HANDLED, Policy, params_of
 from saf.receiving.summary import SetAside
@@ -319,7 +325,7 @@ class Receiver(Trying):
                     f"{', '.join(members)}. Stop them, or receive from a subscription of your own"
                 )
             if listen:
-                notify.listen(link.raw)
+                start_listening(link.raw)
             self.link = replace(link, own=restoring(link.raw, pooled=pooled))
             self._verifier = None
             if trust is not None:
@@ -340,7 +346,7 @@ class Receiver(Trying):
         stopping = stopping or Event()
         deadline = time.monotonic() + wait_seconds
         if self.listens:
-            notify.forget(self.link.raw)
+            forget_notifications(self.link.raw)
         search = Search(tries_first=_toss())
         while True:
             try:
@@ -434,7 +440,7 @@ class Receiver(Trying):
         while (left := deadline - time.monotonic()) > 0:
             pause = min(self._pauses.next(longest), left)
             if self.listens:
-                notify.wait(self.link.raw, pause, stopping)
+                await_notification(self.link.raw, pause, stopping)
             else:
                 stopping.wait(pause)
             if stopping.is_set():
@@ -465,7 +471,7 @@ class Receiver(Trying):
             return
         try:
             with self.link.transaction():
-                self.link.raw.execute(notify.UNLISTEN)
+                self.link.raw.execute(UNLISTEN)
         except Exception:
             # for any reason; earlier errors are raised to the caller
             self.link.raw.close()

@@ -700,7 +700,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a receiver that is never idle keeps all notifications",
         RECEIVE,
-        "            notify.forget(self.link.raw)\n",
+        "            forget_notifications(self.link.raw)\n",
         "            pass\n",
         f"{NOTIFIED}::test_a_receiver_that_is_never_idle_keeps_no_notifications",
     ),
