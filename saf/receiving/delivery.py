@@ -34,6 +34,7 @@ from saf.receiving.failures import about
 from saf.receiving.hand import Hand
 from saf.receiving.outcome import HANDLED, UNTOUCHED, Dead, Dropped, Outcome, Parked
 from saf.receiving.retries import Policy, Suspect, Waiting
+from saf.receiving.summary import SetAside
 from saf.setaside import dropped
 from saf.setaside.dropped import Reason
 from saf.setaside.isolation import said
@@ -207,15 +208,18 @@ class Delivery(Sequence[Received], Generic[C]):
         assert self._hand is not None  # noqa: S101 - there is a message
         return self._hand.shards[message.shard].epoch
 
-    def settle(self) -> None:
-        """Write the messages' outcomes and count them. Call it before the commit."""
+    def settle(self) -> SetAside:
+        """Write the messages' outcomes, count them, and return the counts.
+
+        Call it before the commit.
+        """
         hand = self._hand
         if hand is None:
-            return
+            return SetAside()
         own = self.take_own()
         if self._is_plain(hand):
             claim.move(self._raw, hand, own)
-            return
+            return SetAside()
         if own:
             self._raw.execute(own.encode())
         if self._back:
@@ -240,6 +244,7 @@ class Delivery(Sequence[Received], Generic[C]):
             for message, result in outcomes.items()
         )
         self.buried = sum(isinstance(result, Dead) for result in outcomes.values())
+        return SetAside(self.parked, self.buried)
 
     def _is_plain(self, hand: Hand) -> bool:
         """Return whether all messages that were read are handled, and none needs more than that."""

@@ -13,8 +13,8 @@ application lends is given back with its own prepare threshold (`as_it_was`).
 
 *Notifications.* With them, a receiver learns of new messages immediately, instead of at its next
 poll. Both ends are optional. An inbox notifies, once for each statement that stores messages, if
-`switch` has enabled its trigger. A receiver listens if it is told to (`start_listening`). Messages that
-become due later (``deliver_at``, another attempt) are found by polling in any case.
+`switch` has enabled its trigger. A receiver listens if it is told to (`start_listening`). Messages
+that become due later (``deliver_at``, another attempt) are found by polling in any case.
 
 The cost: PostgreSQL lets transactions that notify commit only one after the other, in the whole
 database, and wakes each listening session each time. This is little for the chunks of a forwarder,

@@ -423,9 +423,9 @@ class Receiver(Trying):
         yield
         if delivery:
             fail_point("receive_handled")
-        delivery.settle()
+        aside = delivery.settle()
         if not delivery:
-            self._unseen += SetAside(delivery.parked, delivery.buried)
+            self._unseen += aside
         fail_point("receive_settled")
 
     def _look(self) -> bool:

@@ -101,8 +101,7 @@ class Trying:
                             next_attempt=LAST,
                             error=error,
                         )
-                    last.settle()
-                    self._unseen += SetAside(last.parked, last.buried)
+                    self._unseen += last.settle()
                 return suspect
             retries.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
             claim.move(raw, hand)
@@ -122,8 +121,7 @@ class Trying:
             if not first:
                 if not hand.all:
                     shard.allowance = None
-                first.settle()
-                self._unseen += SetAside(first.parked, first.buried)
+                self._unseen += first.settle()
                 return suspect
             # if its attempt failed, this message was in it; otherwise another receiver's attempt
             # failed
@@ -215,8 +213,7 @@ class Trying:
                             **failure(cause, message, self.policy, raw),
                         )
                     delivery.park(message, cause)
-                delivery.settle()
-                self._unseen += SetAside(delivery.parked, delivery.buried)
+                self._unseen += delivery.settle()
 
     def _read_lane(
         self, hand: Hand, suspect: Suspect, number: int, limit: int | None = None

@@ -721,8 +721,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what parks behind a key that waits counts only if a handler gets something else",
         RECEIVE,
-        "            self._unseen += SetAside(delivery.parked, delivery.buried)\n",
-        "            self._unseen += SetAside(0, delivery.buried)\n",
+        "            self._unseen += aside\n",
+        "            self._unseen += SetAside(0, aside.buried)\n",
         f"{WORKER}::test_what_parks_behind_a_key_that_waits_counts_though_no_handler_sees_it",
     ),
     mutant(
