@@ -131,7 +131,7 @@ class Delivery(Sequence[Received], Generic[C]):
     def take_own(self) -> str:
         """Return the statement that restores saf's own settings, for a caller that runs it.
 
-        Otherwise `settle` runs it before it writes; see `saf.receiving.receive`.
+        Otherwise `settle` runs it before it writes; see `saf.receiving.link`.
         """
         own, self._own = self._own, ""
         return own

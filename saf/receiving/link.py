@@ -11,6 +11,16 @@
 too long for a lock is canceled, and `Unavailable` is raised (`Link.locking`). A connection that the
 application lends is given back with its own prepare threshold (`as_it_was`).
 
+*Settings.* saf's statements run as saf's role, whatever a handler has set. A handler shares saf's
+session and transaction. It may take a role (``SET LOCAL ROLE tenant``), or set search_path or a
+timeout. The setting lasts until the transaction ends; without LOCAL, until the session ends. So a
+receiver reads the settings at the beginning, and restores them after the handlers and before its
+own statements, for the session as well (`restoring`). The restore shares a round trip with a
+statement that is sent anyway.
+
+Other settings, such as synchronous_commit, belong to the handlers. Handlers of one delivery share
+its transaction: a setting made by one applies to the later ones too.
+
 *Notifications.* With them, a receiver learns of new messages immediately, instead of at its next
 poll. Both ends are optional. An inbox notifies, once for each statement that stores messages, if
 `switch` has enabled its trigger. A receiver listens if it is told to (`start_listening`). Messages
@@ -33,7 +43,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from psycopg import IsolationLevel
+from psycopg import IsolationLevel, sql
 from psycopg.pq import TransactionStatus
 
 from saf.database import Dsn, fetch
@@ -65,6 +75,13 @@ TICK_SECONDS = 0.2
 
 FOR_ASYNC = "Async connections are for saf.areceive, and for workers with async handlers"
 
+SETTINGS = ("role", "search_path", "row_security", "statement_timeout", "lock_timeout")
+"""Settings that decide whether saf's statements find its tables and may use them."""
+
+ASK_SETTINGS = "SELECT " + ", ".join(f"current_setting('{name}')" for name in SETTINGS)
+ALWAYS = {"array_nulls": "on"}
+"""Setting that saf's parameters depend on."""
+
 LISTEN, UNLISTEN = "LISTEN saf_inbox", "UNLISTEN saf_inbox"
 
 SWITCH = {
@@ -89,7 +106,7 @@ class Link:
     always: str = ""
     """Statement that begins each transaction; empty for none."""
     own: str = ""
-    """Statement that restores saf's own settings after handlers; see `saf.receiving.receive`."""
+    """Statement that restores saf's own settings after handlers; see `restoring`."""
 
     @contextmanager
     def transaction(self, *, claims: bool = True, plans_once: bool = False) -> Iterator[None]:
@@ -157,6 +174,21 @@ class Link:
 
     def _status(self) -> TransactionStatus:
         return TransactionStatus(self.raw.info.transaction_status)
+
+
+def restoring(connection: psycopg.Connection[Any], *, pooled: bool) -> str:
+    """Return the statement that restores the current settings; it has no parameters.
+
+    Behind a pooler, the session is not the receiver's, so only the transaction's settings are
+    restored.
+    """
+    (found,) = fetch(connection, ASK_SETTINGS)
+    values = {**dict(zip(SETTINGS, found, strict=True)), **ALWAYS}
+    restored = (
+        sql.SQL("set_config({}, {}, {})").format(name, value, pooled)
+        for name, value in values.items()
+    )
+    return "SELECT " + sql.SQL(", ").join(restored).as_string(connection)
 
 
 @contextmanager

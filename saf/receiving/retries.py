@@ -21,7 +21,7 @@ A message that cannot be handed out becomes a dead letter, too. The database cop
 not the row that was read (`bury_as_stored`).
 
 Only the receiver that has the shard in hand writes any of these rows. The exception is `uncount`,
-which checks the number of attempts instead. This file makes no attempts: `saf.receiving.trying`
+which checks the number of attempts instead. This file makes no attempts: `saf.receiving.receive`
 does.
 """
 

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant, harmless, mutant
 
 PREFETCH, SAVEPOINTS = "saf/receiving/prefetch.py", "saf/receiving/savepoints.py"
 PREFETCHED, SHARED = "contract/test_prefetch.py", "contract/test_savepoints.py"
-QUIET, IDLE = "saf/receiving/receive.py", "contract/test_quiet.py"
+QUIET, IDLE = "saf/receiving/polling.py", "contract/test_quiet.py"
 CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/claim.py",
     "saf/receiving/reading.py",
@@ -67,21 +67,21 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a search that had nothing to try tries again and again",
-        "saf/receiving/receive.py",
+        QUIET,
         "self._fruitless, self.step = not found, Step.TAKE",
         "self._fruitless, self.step = False, Step.TAKE",
         "unit/test_search.py::test_a_search_that_had_nothing_to_try_waits_before_it_tries_again",
     ),
     mutant(
         "after a failure all messages are taken as before",
-        "saf/receiving/receive.py",
+        QUIET,
         "        self._tries_first, self.step = True, Step.TAKE\n",
         "        self.step = Step.TAKE\n",
         "unit/test_search.py::test_after_a_failure_the_next_step_looks_for_messages_to_try",
     ),
     mutant(
         "a receiver waits although its shards have more messages",
-        "saf/receiving/receive.py",
+        QUIET,
         "if delivery is not None or more:",
         "if delivery is not None:",
         "unit/test_search.py::test_shards_with_more_messages_are_read_on_without_a_wait",
@@ -398,7 +398,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an attempt more than the policy says is made",
-        "saf/receiving/trying.py",
+        RECEIVE,
         "if number >= self.policy.max_attempts:",
         "if number > self.policy.max_attempts:",
         KILLS,
@@ -648,7 +648,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the trace of a failed delivery is overwritten as an attempt is counted",
-        "saf/receiving/trying.py",
+        RECEIVE,
         "if suspect.lane is None or suspect.shard in hand.failed:",
         "if suspect.lane is None:",
         f"{RECEIVED}::"
@@ -656,7 +656,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the trace of a failed delivery is overwritten by an attempt",
-        "saf/receiving/trying.py",
+        RECEIVE,
         "if suspect.shard in hand.failed:  #",
         "if False:  #",
         f"{RECEIVED}::"
@@ -735,7 +735,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a dead letter of what never commits is not logged",
-        "saf/receiving/trying.py",
+        RECEIVE,
         "                    if self.policy.gives_up(message.attempt, cause):\n",
         "                    if not message:\n",
         f"{LOGGED}::"
