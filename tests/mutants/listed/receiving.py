@@ -18,6 +18,7 @@ CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
 ASYNC, ASYNC_LINK = "contract/test_async_receiving.py", "saf/receiving/asynchronous.py"
 OWN_LOOP = "saf/receiving/worker.py"
 GROUPING = "saf/receiving/worker.py"
+OUTCOME = "saf/receiving/outcome.py"
 PROCESSORS, LOOP, INBOX, AWAITING = (
     "saf/receiving/processors.py",
     "saf/receiving/loop.py",
@@ -500,6 +501,27 @@ MUTANTS: list[Mutant] = [
         "        if hand.spoken:\n",
         "        if hand.spoken and not back:\n",
         f"{STOPPING}::test_a_dialog_of_which_messages_were_put_back_goes_on_without_a_gap",
+    ),
+    mutant(
+        "what was put back into its lane is deleted there",
+        OUTCOME,
+        "not isinstance(outcome, (Parked, Untouched))",
+        "not isinstance(outcome, Parked)",
+        f"{STOPPING}::test_the_messages_of_a_lane_that_was_begun_stay_in_it_and_are_due",
+    ),
+    mutant(
+        "what was given up is taken for handled",
+        DELIVERY,
+        "            return self._dead[message]\n",
+        "            return HANDLED\n",
+        "unit/test_outcomes.py::test_after_a_dead_letter_its_key_goes_on_unless_the_policy_blocks_it",
+    ),
+    mutant(
+        "what is delayed is handed out",
+        "saf/receiving/hand.py",
+        "elif fate == LATE:",
+        "elif fate == LATE and self.outcomes:",
+        "unit/test_outcomes.py::test_what_is_not_handed_out_has_its_outcome_from_the_start",
     ),
     mutant(
         "what was counted as tried is put back before it is given",
