@@ -64,8 +64,7 @@ from saf.receiving.arrival import install
 from saf.receiving.asynchronous import areceive
 from saf.receiving.delivery import Delivery
 from saf.receiving.inbox import inbox_once
-from saf.receiving.processor import Processor, handles
-from saf.receiving.processors import Processors
+from saf.receiving.processors import Processor, Processors, handles
 from saf.receiving.receive import receive
 from saf.receiving.retries import Policy
 from saf.receiving.worker import Worker

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,6 +64,7 @@ from saf.received import Received
 from saf.receiving import retries
 from saf.receiving.arrival import Arrival, Hook
 from saf.receiving.hand import Reader
+from saf.receiving.outcome import HANDLED, Dead, Dropped, Outcome, Parked
 from saf.setaside.dropped import Reason
 from saf.setaside.lane import Kind
 from saf.transaction import enter
@@ -98,17 +99,17 @@ class DialogArrival(Arrival):
     before: dict[Received, tuple[Endpoint, Facts]] = field(default_factory=dict)
     """For each message to hand out: its endpoint, and the endpoint's facts before the message."""
 
-    def take_back(self, messages: Sequence[Received]) -> None:
-        """Undo the arrival of these messages, given in order: they have not been received.
+    def take_back(self, outcomes: Mapping[Received, Outcome]) -> None:
+        """Undo the arrival of the messages that are not received, by the outcomes of all.
 
-        An Error dropped behind a dead letter has not been received either: otherwise nothing would
-        report the dead letter's own Error. The fragments of all other messages are deleted as
-        useless.
+        A message that waits is not received. An Error dropped behind a dead letter is not received
+        either: otherwise nothing would report the dead letter's own Error. The fragments of all
+        other messages are deleted as useless.
         """
         known: dict[UUID, Endpoint] = {}
-        errors = [one for one, _ in self.dropped if one.message_type == ERROR]
-        for message in (*messages, *errors):
-            if message in self.before:
+        for message, outcome in outcomes.items():
+            is_error = isinstance(outcome, Dropped) and message.message_type == ERROR
+            if message in self.before and (is_error or isinstance(outcome, Parked)):
                 endpoint, facts = self.before[message]
                 if endpoint.dialog.handle not in known:
                     if facts.timer == endpoint.facts.timer:
@@ -117,7 +118,7 @@ class DialogArrival(Arrival):
                     known[endpoint.dialog.handle] = endpoint
         write(self.raw, TAKE_BACK, known.values())
         for one in self.assembled:
-            if one not in messages:
+            if not isinstance(outcomes.get(one), Parked):
                 one.forget()
 
     def give_up(self, message: Received) -> None:
@@ -174,17 +175,18 @@ def arrive(
     Messages in ``behind`` wait behind others of their keys.
     """
     arrival = DialogArrival(raw=raw)
-    problems = [(one, _malformed(one)) for one in messages]
-    arrival.refused = [(one, problem) for one, problem in problems if problem]
-    messages = [one for one, problem in problems if not problem]
+    arrival.outcomes = {one: violating(why) for one in messages if (why := _malformed(one))}
+    messages = [message for message in messages if message not in arrival.outcomes]
     endpoints = in_hand(raw, messages)
     if reader.signer is not None:
         for known in endpoints.values():
             known.dialog = replace(known.dialog, signer=reader.signer)
     recognised = recognise(raw, endpoints, messages)
-    for one, reason in recognised.forgotten:
-        (arrival.refused if end_of(one) in endpoints else arrival.stray).append((one, reason))
-    arrival.done += recognised.done
+    arrival.outcomes |= {
+        one: violating(reason) if end_of(one) in endpoints else astray(reason)
+        for one, reason in recognised.forgotten
+    }
+    arrival.outcomes |= dict.fromkeys(recognised.done, HANDLED)
     last: dict[End, int] = {}
     for message in recognised.messages:
         if message.message_type == ERROR and message.sequence is not None:
@@ -196,7 +198,8 @@ def arrive(
             _come_to(arrival, reader, endpoint, message, last.get(end_of(message), 0))
         else:
             _meet_nobody(arrival, message)
-    waiting = [one for one in (*arrival.ahead, *behind) if is_fragment(one)]
+    ahead = [one for one, outcome in arrival.outcomes.items() if isinstance(outcome, Parked)]
+    waiting = [one for one in (*ahead, *behind) if is_fragment(one)]
     set_aside(raw, reader, [*arrival.not_copied, *waiting])
     changed = [one for one in endpoints.values() if one.facts != one.stored]
     write(raw, RECEIVE, changed)
@@ -247,14 +250,14 @@ def _come_to(
         # only this message tells the end that it has failed, whatever the other end sends
         _meet(arrival, reader, endpoint, message)
     elif endpoint.failure and message.sequence == 1 and message.from_initiator:
-        arrival.refused.append((message, endpoint.failure[1]))
+        arrival.outcomes[message] = violating(endpoint.failure[1])
     elif endpoint.failure:
-        arrival.dropped.append((message, Reason.ENDED))
+        arrival.outcomes[message] = Dropped(reason=Reason.ENDED)
     elif (message.sequence or 0) < last:
-        arrival.dropped.append((message, Reason.OVERTAKEN))
+        arrival.outcomes[message] = Dropped(reason=Reason.OVERTAKEN)
     elif message.message_type == COMPARE:
         compare(endpoint, message)
-        arrival.done.append(message)
+        arrival.outcomes[message] = HANDLED
     else:
         _meet(arrival, reader, endpoint, message)
 
@@ -271,17 +274,17 @@ def _meet(arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: R
             message = _checked(arrival, reader, dialog, message)
         except ContractViolation as violation:
             endpoint.failure = Code.VIOLATION, str(violation)
-            arrival.refused.append((message, str(violation)))
+            arrival.outcomes[message] = violating(str(violation))
             return
     endpoint.facts = after
     if verdict is Verdict.WAIT:
         endpoint.asks |= bool(endpoint.lineage) and fresh
-        arrival.ahead.append(message)
+        arrival.outcomes[message] = Parked.of(Kind.AHEAD, message.conversation_id)
     elif verdict is Verdict.DROP:
         reason = why_dropped(before, message, ended_here=endpoint.ended_here, over=endpoint.over)
-        arrival.dropped.append((message, reason))
+        arrival.outcomes[message] = Dropped(reason=reason)
     elif fragment:
-        arrival.fragments.append((len(arrival.messages), message))
+        arrival.received[message] = len(arrival.messages)
         arrival.not_copied.append(message)
     else:
         message.belongs_to(dialog)
@@ -334,11 +337,21 @@ def why_dropped(facts: Facts, message: Received, *, ended_here: bool, over: bool
 def _meet_nobody(arrival: DialogArrival, message: Received) -> None:
     """Process a message without an end here: not begun yet, forgotten, or elsewhere."""
     if message.sequence is None:
-        arrival.dropped.append((message, Reason.OUTDATED))
+        arrival.outcomes[message] = Dropped(reason=Reason.OUTDATED)
     elif message.from_initiator:
-        arrival.ahead.append(message)
+        arrival.outcomes[message] = Parked.of(Kind.AHEAD, message.conversation_id)
     else:
-        arrival.stray.append((message, no_end(message)))
+        arrival.outcomes[message] = astray(no_end(message))
+
+
+def violating(error: str) -> Dead:
+    """Return the outcome of a message that its conversation does not allow."""
+    return Dead(reason="rejected", error=error, as_stored=True)
+
+
+def astray(error: str) -> Dead:
+    """Return the outcome of a message that answers a dialog not begun here."""
+    return Dead(reason="no_dialog", error=error)
 
 
 def no_end(message: Received) -> str:

@@ -7,41 +7,34 @@ process (`install`), processes messages that need more, such as those of a dialo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psycopg
 
 from saf.received import Received
-from saf.setaside.dropped import Reason
 
 if TYPE_CHECKING:
     from saf.receiving.hand import Reader
+    from saf.receiving.outcome import Outcome
 
 
 @dataclass(kw_only=True)
 class Arrival:
-    """The result of a delivery's arrival: each message is in one of these lists."""
+    """The result of a delivery's arrival: each message is in one of these collections."""
 
     raw: psycopg.Connection[Any]
     messages: list[Received] = field(default_factory=list)
     """Messages to hand out."""
-    ahead: list[Received] = field(default_factory=list)
-    """Messages that must wait for an earlier one."""
-    dropped: list[tuple[Received, Reason]] = field(default_factory=list)
-    stray: list[tuple[Received, str]] = field(default_factory=list)
-    """Messages that answer a dialog not begun here, each with the error."""
-    done: list[Received] = field(default_factory=list)
-    """saf's own messages, which have already taken effect."""
-    refused: list[tuple[Received, str]] = field(default_factory=list)
-    """Messages that must not be handed out, each with the reason."""
-    fragments: list[tuple[int, Received]] = field(default_factory=list)
+    outcomes: dict[Received, Outcome] = field(default_factory=dict)
+    """Outcomes of messages that are not handed out."""
+    received: dict[Received, int] = field(default_factory=dict)
     """Messages received without being handed out, each with the number of messages in ``messages``
-    that precede it."""
+    that precede it: it waits if one of its key does."""
 
-    def take_back(self, messages: Sequence[Received]) -> None:
-        """Undo the arrival of these messages, given in order: they have not been received."""
+    def take_back(self, outcomes: Mapping[Received, Outcome]) -> None:
+        """Undo the arrival of the messages that are not received, by the outcomes of all."""
 
     def give_up(self, message: Received) -> None:
         """Note that a message will never be handled."""

@@ -1,4 +1,4 @@
-"""A delivery: messages in hand, the transaction to work in, and the result for each message.
+"""A delivery: messages in hand, the transaction to work in, and the outcome of each message.
 
 Iterating over a `Delivery` yields its messages in order. To set aside a message that cannot be
 handled, call `park` (try it again later), `wait` (for a handler) or `reject` (make a dead letter).
@@ -12,13 +12,14 @@ iteration yields no further message (`Delivery.until`), and the rest is put back
 Messages that a verifier refuses (`refused`) are not in the delivery: they become dead letters and
 block no other messages.
 
-A delivery neither begins nor commits its transaction. `Delivery.settle` writes the results before
-the receiver commits; if the transaction is rolled back, no result remains.
+A delivery neither begins nor commits its transaction. `Delivery.settle` writes the outcomes
+(`saf.receiving.outcome`) before the receiver commits; if the transaction is rolled back, none of
+them remains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Event
 from typing import Any, Generic, TypeVar, overload
 from uuid import UUID
@@ -27,23 +28,23 @@ import psycopg
 
 from saf.logger import Log
 from saf.received import Received
-from saf.receiving import claim, retries
+from saf.receiving import claim, outcome
 from saf.receiving.arrival import Arrival, hook
 from saf.receiving.failures import about
-from saf.receiving.hand import EXPIRED, LATE, UNREAD, Hand
-from saf.receiving.retries import Policy, Suspect, Waiting, bury_as_stored, fail_unseen
-from saf.setaside import backoff, dead, dropped, parking
+from saf.receiving.hand import Hand
+from saf.receiving.outcome import HANDLED, UNTOUCHED, Dead, Dropped, Outcome, Parked
+from saf.receiving.retries import Policy, Suspect, Waiting
+from saf.receiving.summary import SetAside
+from saf.setaside import dropped
 from saf.setaside.dropped import Reason
 from saf.setaside.isolation import said
-from saf.setaside.lane import NO_BROKER, Kind, Lane
-from saf.signing.verifier import Refusal, Verifier
+from saf.setaside.lane import Kind
+from saf.signing.verifier import ALTERED, UNKNOWN_KEY, UNSIGNED, Refusal, Verifier
 
 log = Log("saf.receive")
 
 WHY = "its receiver was told to stop"
 """Reason shown for a message that waits in a lane after it was put back."""
-
-Refused = dict[Received, Refusal]
 
 C = TypeVar("C")
 
@@ -73,26 +74,26 @@ class Delivery(Sequence[Received], Generic[C]):
         self._policy = policy
         self._tried = tried
         self._messages: list[Received] = hand.messages if hand else []
-        self._refused: Refused = {}
+        self._unseen: dict[Received, Outcome] = dict(hand.outcomes) if hand else {}
+        """Outcomes of messages that are not handed out."""
         if hand and verifier:
-            self._refused = refused(raw, hand, verifier)
-            self._messages = [message for message in self._messages if message not in self._refused]
-        self._behind: list[Received] = []
+            self._withhold(refused(raw, hand, verifier))
         waiting = hand.waiting if hand else frozenset()
+        behind: list[Received] = []
         if waiting and (tried is None or tried.lane is None):
-            self._behind = [message for message in self._messages if message.lane in waiting]
-            self._messages = [message for message in self._messages if message.lane not in waiting]
+            behind = [message for message in self._messages if message.lane in waiting]
+            self._withhold({message: Parked.of(Kind.KEY, message.lane) for message in behind})
         self._arrival = Arrival(raw=raw)
         if hand and hand.spoken and hand.reader.converses:
-            self._arrival = hook().arrive(raw, hand.reader, self._messages, self._behind)
+            self._arrival = hook().arrive(raw, hand.reader, self._messages, behind)
             self._messages = self._arrival.messages
+            self._unseen |= self._arrival.outcomes
         self._stopped: dict[str, int] = {}
         """Place in the delivery of each waiting lane's first waiting message."""
         self._failed: dict[UUID, int] = {}
         """Place of the dead letter of each failed dialog, by the dialog's handle."""
         self._waiting: dict[str, Waiting] = {}
-        self._dead: dict[int, tuple[Received, str, str]] = {}
-        """Dead letters by their place in the delivery: the message, the reason and the error."""
+        self._dead: dict[Received, Dead] = {}
         self.errors: list[tuple[Received, BaseException | str]] = []
         """The messages set aside with `park`, `wait` or `reject`, in order, each with its error."""
         self.parked, self.buried = 0, 0
@@ -130,7 +131,7 @@ class Delivery(Sequence[Received], Generic[C]):
     def take_own(self) -> str:
         """Return the statement that restores saf's own settings, for a caller that runs it.
 
-        Otherwise `settle` runs it before it writes; see `saf.receiving.receive`.
+        Otherwise `settle` runs it before it writes; see `saf.receiving.link`.
         """
         own, self._own = self._own, ""
         return own
@@ -141,14 +142,17 @@ class Delivery(Sequence[Received], Generic[C]):
         if not self._stopped and not self._dead:
             return len(self._messages) - len(self._back)
         return sum(
-            place not in self._dead and not self._is_past(message, place)
+            message not in self._back and self._outcome(message, place) is HANDLED
             for place, message in enumerate(self._messages)
-            if message not in self._back
         )
 
     def is_behind(self, message: Received) -> bool:
         """Return whether this message or an earlier one of its key or dialog has been set aside."""
-        return self._ends_here(message) and self._is_past(message, self._place(message))
+        if not self._ends_here(message):
+            return False
+        place = self._place(message)
+        stopped = self._stopped.get(message.lane, place + 1)
+        return place >= stopped or self._has_failed(message, place)
 
     def park(self, message: Received, error: BaseException | str) -> None:
         """Try this message again later; its key waits. After the last attempt, reject it."""
@@ -177,7 +181,7 @@ class Delivery(Sequence[Received], Generic[C]):
         If the message belongs to a dialog, the dialog ends with an error at both ends.
         """
         place = self._place(message)
-        self._dead[place] = (message, reason, said(error))
+        self._dead[message] = Dead(reason=reason, error=said(error), fails=True)
         self.errors.append((message, error))
         if message.dialog is not None:
             dialog = message.dialog.handle
@@ -186,8 +190,13 @@ class Delivery(Sequence[Received], Generic[C]):
             self._stop(message, f"behind a dead letter: {said(error)}", attempts=0)
 
     def drop(self, message: Received, reason: Reason) -> None:
-        """Count a message that was handed out without effect as dropped, by its reason."""
-        self._count([(message, reason)])
+        """Count a message that was handed out without effect as dropped, by its reason.
+
+        This is written immediately, so that it is undone together with the handler's work.
+        """
+        assert self._hand is not None  # noqa: S101 - there is a message
+        counted = [(message.shard, reason, message.message_id)]
+        dropped.count(self._raw, self._hand.reader.subscription_id, counted)
 
     def presume(self, message: Received, error: str) -> None:
         """Make a message wait in its lane, its attempts counted, as if this attempt had failed."""
@@ -199,94 +208,83 @@ class Delivery(Sequence[Received], Generic[C]):
         assert self._hand is not None  # noqa: S101 - there is a message
         return self._hand.shards[message.shard].epoch
 
-    def settle(self) -> None:
-        """Write the messages' results and count them. Call it before the commit."""
+    def settle(self) -> SetAside:
+        """Write the messages' outcomes, count them, and return the counts.
+
+        Call it before the commit.
+        """
         hand = self._hand
         if hand is None:
-            return
+            return SetAside()
         own = self.take_own()
         if self._is_plain(hand):
             claim.move(self._raw, hand, own)
-            return
+            return SetAside()
         if own:
             self._raw.execute(own.encode())
-        reader = hand.reader
         if self._back:
             self._put_back(hand)
-        late, expired, unread = (self._read(hand.aside[fate]) for fate in (LATE, EXPIRED, UNREAD))
-        kept = [(one, _lane(Kind.KEY, one.lane)) for one in self._read(self._behind)]
-        kept += [(one, _lane(Kind.LATER, one.shard)) for one in late]
-        kept += [(one, _lane(Kind.AHEAD, one.conversation_id)) for one in self._arrival.ahead]
-        bury = [(one, "expired", "expires_at has passed") for one in expired]
-        bury += [(one, "no_dialog", error) for one, error in self._arrival.stray]
-        bury += self._dead.values()
-        gone = [one.parked_id for one, _ in self._arrival.dropped]
-        gone += [one.parked_id for one in self._arrival.done]
-        gone += bury_as_stored(self._raw, reader, self._arrival.refused)
-        gone += bury_as_stored(self._raw, reader, [(one, None) for one in unread])
-        fail_unseen(self._raw, reader, unread)
-        not_taken = self._read([*self._refused])
-        gone += bury_refused(self._raw, hand, {one: self._refused[one] for one in not_taken})
-        gone += [one.parked_id for one, *_ in bury]
-        not_received = self._part(kept, gone)
-        behind = [one for place, one in self._arrival.fragments if self._waits(one, place)]
-        kept += [(one, _lane(Kind.KEY, one.lane)) for one in behind]
-        gone += [one.parked_id for _, one in self._arrival.fragments if one not in behind]
-        self._arrival.take_back(not_received)
-        for one, *_ in self._dead.values():
-            self._arrival.give_up(one)
-        if kept or bury or self._waiting or any(gone):
-            self._set_aside(hand, kept, bury, [number for number in gone if number])
-        touched = {one.shard for one in late}
-        touched.update(hand.late)
-        retries.time_late(self._raw, reader, sorted(touched))
-        if self._tried and self._tried.lane and self._tried.lane not in self._waiting:
-            lane = _lane(Kind.KEY, self._tried.lane)
-            backoff.succeeded(self._raw, reader.subscription_id, [lane])
-        self._count(self._arrival.dropped)
-        claim.move(self._raw, hand)
-        self.parked = sum(
-            lane.kind == Kind.KEY and one.parked_id is None and one not in self._back
-            for one, lane in kept
+        outcomes = self.outcomes()
+        tried = self._tried.lane if self._tried else None
+        outcome.write(
+            self._raw,
+            hand,
+            outcomes,
+            arrival=self._arrival,
+            waiting=self._waiting,
+            succeeded=None if tried in self._waiting else tried,
         )
-        self.buried = len(bury) + len(self._arrival.refused) + len(unread) + len(not_taken)
+        claim.move(self._raw, hand)
+        log_refused(hand, outcomes)
+        self.parked = sum(
+            isinstance(result, Parked)
+            and result.lane.kind is Kind.KEY
+            and message.parked_id is None
+            and message not in self._back
+            for message, result in outcomes.items()
+        )
+        self.buried = sum(isinstance(result, Dead) for result in outcomes.values())
+        return SetAside(self.parked, self.buried)
 
     def _is_plain(self, hand: Hand) -> bool:
         """Return whether all messages that were read are handled, and none needs more than that."""
         return not (
-            self._stopped
+            self._unseen
+            or self._stopped
             or self._dead
             or self._back
-            or self._behind
-            or self._refused
             or self._tried
             or hand.spoken
             or hand.late
-            or any(hand.aside.values())
         )
 
-    def _part(self, kept: list[tuple[Received, Lane]], gone: list[int | None]) -> list[Received]:
-        """Add each message of the delivery to ``keep`` or ``gone``.
-
-        Return those that count as not received.
-        """
-        not_received: list[Received] = []
-        assert self._hand is not None  # noqa: S101 - there are messages
-        if not (self._stopped or self._failed or self._hand.late or self._tried):
-            return not_received
+    def outcomes(self) -> dict[Received, Outcome]:
+        """Return the outcome of each message in hand, by the decisions so far."""
+        outcomes = self._unseen | {
+            message: Parked.of(Kind.KEY, message.lane) if self._waits(message, place) else HANDLED
+            for message, place in self._arrival.received.items()
+        }
         for place, message in enumerate(self._messages):
-            if self._back.stays(message):
-                if message.parked_id is not None:
-                    not_received.append(message)
-            elif place in self._dead or not self._is_past(message, place):
-                gone.append(message.parked_id)
-            elif self._has_failed(message, place):
-                gone.append(message.parked_id)
-                self._arrival.dropped.append((message, Reason.ENDED))
-            else:
-                kept.append((message, _lane(Kind.KEY, message.lane)))
-                not_received.append(message)
-        return not_received
+            outcomes[message] = self._outcome(message, place)
+        if self._back:
+            outcomes |= {message: UNTOUCHED for message in outcomes if self._back.stays(message)}
+        return outcomes
+
+    def _outcome(self, message: Received, place: int) -> Outcome:
+        """Return the outcome of a message that was handed out, unless it is put back."""
+        if message in self._dead:
+            return self._dead[message]
+        if self._has_failed(message, place):
+            return Dropped(reason=Reason.ENDED)
+        if place >= self._stopped.get(message.lane, place + 1):
+            return Parked.of(Kind.KEY, message.lane)
+        return HANDLED
+
+    def _withhold(self, outcomes: dict[Received, Outcome]) -> None:
+        """Take messages out of the delivery, with their outcomes."""
+        if outcomes:
+            self._unseen |= outcomes
+            self._messages = [message for message in self._messages if message not in outcomes]
 
     def _put_back(self, hand: Hand) -> None:
         """Put back the messages that were not given; use lanes where shards cannot go back."""
@@ -299,10 +297,6 @@ class Delivery(Sequence[Received], Generic[C]):
             if message.lane not in self._stopped:
                 self._stop(message, WHY, attempts=message.attempt - 1, wait=0)
 
-    def _read(self, messages: list[Received]) -> list[Received]:
-        """Return the messages that will not be read again."""
-        return [one for one in messages if not self._back.stays(one)] if self._back else messages
-
     def _ends_before(self, message: Received) -> bool:
         """Return whether the receiver was told to stop before this message was given.
 
@@ -311,53 +305,6 @@ class Delivery(Sequence[Received], Generic[C]):
         counted = self._tried is not None and self._tried.lane is not None
         first = counted and message is self._messages[0]
         return self._stopping is not None and self._stopping.is_set() and not first
-
-    def _count(self, messages: Sequence[tuple[Received, Reason]]) -> None:
-        assert self._hand is not None  # noqa: S101 - there are messages, or settle found it
-        counted = [(message.shard, reason, message.message_id) for message, reason in messages]
-        dropped.count(self._raw, self._hand.reader.subscription_id, counted)
-
-    def _set_aside(
-        self,
-        hand: Hand,
-        kept: list[tuple[Received, Lane]],
-        bury: list[tuple[Received, str, str]],
-        gone: list[int],
-    ) -> None:
-        subscription_id = hand.reader.subscription_id
-        retries.wait(self._raw, hand.reader, self._waiting)
-        fresh = [
-            {
-                **one.stored(),
-                "subscription_id": subscription_id,
-                "destination": "",
-                "kind": lane.kind,
-                "subject": lane.subject,
-                "broker": NO_BROKER,
-                "quality": None,
-                "batch": hand.shards[one.shard].batch,
-                "position": one.id,
-                "opened_at": None,
-            }
-            for one, lane in kept
-            if one.parked_id is None
-        ]
-        if fresh:
-            parking.copy_in(self._raw, fresh)
-        parked = [(one.parked_id, lane) for one, lane in kept if one.parked_id is not None]
-        if parked:
-            retries.move(self._raw, parked)
-        if gone:
-            parking.unpark(self._raw, gone)
-        if bury:
-            common = {"subscription_id": subscription_id, "destination": ""}
-            dead.bury(
-                self._raw,
-                [
-                    {**one.stored(), **common, "reason": reason, "error": error}
-                    for one, reason, error in bury
-                ],
-            )
 
     def _stop(
         self,
@@ -388,11 +335,6 @@ class Delivery(Sequence[Received], Generic[C]):
             message.dialog is not None and message.dialog.handle in self._failed
         )
 
-    def _is_past(self, message: Received, place: int) -> bool:
-        """Return whether a message stopped its key or dialog, or comes after the one that did."""
-        waits = place >= self._stopped.get(message.lane, place + 1)
-        return waits or self._has_failed(message, place)
-
     def _has_failed(self, message: Received, place: int) -> bool:
         """Return whether a message's dialog has failed with this message or earlier."""
         dialog = message.dialog
@@ -407,10 +349,6 @@ class Delivery(Sequence[Received], Generic[C]):
             if candidate is message:
                 return place
         raise ValueError(f"{message} is not a message of this delivery")
-
-
-def _lane(kind: Kind, subject: object) -> Lane:
-    return Lane(kind=kind, subject=str(subject))
 
 
 class PutBack:
@@ -491,32 +429,30 @@ class PutBack:
 # bodies are set aside in that time. Expired and unreadable messages are not handed out in any case.
 
 
-def refused(raw: psycopg.Connection[Any], hand: Hand, verifier: Verifier) -> Refused:
+def refused(
+    raw: psycopg.Connection[Any], hand: Hand, verifier: Verifier
+) -> dict[Received, Outcome]:
     """Verify the messages in hand and note their signers; return the refused messages."""
-    found: Refused = {}
+    found: dict[Received, Outcome] = {}
     hashes = hook().body_hashes(raw, hand.reader, hand.messages) if hand.spoken else {}
     for message in hand.messages:
         verdict = verifier(message, hashes.get(message))
         if not isinstance(verdict, Refusal):
             message.is_signed_by(verdict)
         elif not hook().is_of_saf(message):
-            found[message] = verdict
+            found[message] = Dead(reason=verdict.reason, error=verdict.error, as_stored=True)
     return found
 
 
-def bury_refused(raw: psycopg.Connection[Any], hand: Hand, some: Refused) -> list[int | None]:
-    """Make dead letters of refused messages; return their ids in saf.parked."""
-    buried: list[int | None] = []
-    for message, refusal in some.items():
-        log.warning(
-            "message_refused",
-            subscription=hand.reader.name,
-            **about(message),
-            from_service=message.from_service,
-            reason=refusal.reason,
-            detail=f"{refusal.error}: it is a dead letter",
-        )
-    for reason in sorted({refusal.reason for refusal in some.values()}):
-        errors = [(entry, cause.error) for entry, cause in some.items() if cause.reason == reason]
-        buried += bury_as_stored(raw, hand.reader, errors, reason=reason)
-    return buried
+def log_refused(hand: Hand, outcomes: Mapping[Received, Outcome]) -> None:
+    """Log the messages that a verifier has refused."""
+    for message, result in outcomes.items():
+        if isinstance(result, Dead) and result.reason in (UNSIGNED, UNKNOWN_KEY, ALTERED):
+            log.warning(
+                "message_refused",
+                subscription=hand.reader.name,
+                **about(message),
+                from_service=message.from_service,
+                reason=result.reason,
+                detail=f"{result.error}: it is a dead letter",
+            )

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 from saf.received import Received
+from saf.receiving.outcome import OVERDUE, UNREADABLE, Outcome, Parked
+from saf.setaside.lane import Kind
 
 if TYPE_CHECKING:
     from saf.signing.signer import Signer
@@ -108,10 +110,8 @@ class Hand:
     """Positions already written, by shard."""
     messages: list[Received] = field(default_factory=list)
     """Messages to hand out, in order."""
-    aside: dict[int, list[Received]] = field(
-        default_factory=lambda: {LATE: [], EXPIRED: [], UNREAD: []}
-    )
-    """Messages not to hand out now, by their fate."""
+    outcomes: dict[Received, Outcome] = field(default_factory=dict)
+    """Outcomes of messages not to hand out."""
     spoken: bool = False
     """True if any of the messages belongs to a dialog."""
 
@@ -127,12 +127,19 @@ class Hand:
     @property
     def all(self) -> list[Received]:
         """All messages that were read."""
-        return [*self.messages, *(one for messages in self.aside.values() for one in messages)]
+        return [*self.messages, *self.outcomes]
 
     def take(self, message: Received, fate: int) -> None:
-        """Add a message to the list of its fate."""
-        self.spoken = self.spoken or fate == SPOKEN
-        self.aside.get(fate, self.messages).append(message)
+        """Add a message, to be handed out unless its fate is an outcome."""
+        if fate == UNREAD:
+            self.outcomes[message] = UNREADABLE
+        elif fate == EXPIRED:
+            self.outcomes[message] = OVERDUE
+        elif fate == LATE:
+            self.outcomes[message] = Parked.of(Kind.LATER, message.shard)
+        else:
+            self.spoken = self.spoken or fate == SPOKEN
+            self.messages.append(message)
 
 
 def cut(snapshot: str, txid: int) -> str:

@@ -11,10 +11,20 @@
 too long for a lock is canceled, and `Unavailable` is raised (`Link.locking`). A connection that the
 application lends is given back with its own prepare threshold (`as_it_was`).
 
+*Settings.* saf's statements run as saf's role, whatever a handler has set. A handler shares saf's
+session and transaction. It may take a role (``SET LOCAL ROLE tenant``), or set search_path or a
+timeout. The setting lasts until the transaction ends; without LOCAL, until the session ends. So a
+receiver reads the settings at the beginning, and restores them after the handlers and before its
+own statements, for the session as well (`restoring`). The restore shares a round trip with a
+statement that is sent anyway.
+
+Other settings, such as synchronous_commit, belong to the handlers. Handlers of one delivery share
+its transaction: a setting made by one applies to the later ones too.
+
 *Notifications.* With them, a receiver learns of new messages immediately, instead of at its next
 poll. Both ends are optional. An inbox notifies, once for each statement that stores messages, if
-`switch` has enabled its trigger. A receiver listens if it is told to (`listen`). Messages that
-become due later (``deliver_at``, another attempt) are found by polling in any case.
+`switch` has enabled its trigger. A receiver listens if it is told to (`start_listening`). Messages
+that become due later (``deliver_at``, another attempt) are found by polling in any case.
 
 The cost: PostgreSQL lets transactions that notify commit only one after the other, in the whole
 database, and wakes each listening session each time. This is little for the chunks of a forwarder,
@@ -33,7 +43,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from psycopg import IsolationLevel
+from psycopg import IsolationLevel, sql
 from psycopg.pq import TransactionStatus
 
 from saf.database import Dsn, fetch
@@ -65,6 +75,13 @@ TICK_SECONDS = 0.2
 
 FOR_ASYNC = "Async connections are for saf.areceive, and for workers with async handlers"
 
+SETTINGS = ("role", "search_path", "row_security", "statement_timeout", "lock_timeout")
+"""Settings that decide whether saf's statements find its tables and may use them."""
+
+ASK_SETTINGS = "SELECT " + ", ".join(f"current_setting('{name}')" for name in SETTINGS)
+ALWAYS = {"array_nulls": "on"}
+"""Setting that saf's parameters depend on."""
+
 LISTEN, UNLISTEN = "LISTEN saf_inbox", "UNLISTEN saf_inbox"
 
 SWITCH = {
@@ -89,7 +106,7 @@ class Link:
     always: str = ""
     """Statement that begins each transaction; empty for none."""
     own: str = ""
-    """Statement that restores saf's own settings after handlers; see `saf.receiving.receive`."""
+    """Statement that restores saf's own settings after handlers; see `restoring`."""
 
     @contextmanager
     def transaction(self, *, claims: bool = True, plans_once: bool = False) -> Iterator[None]:
@@ -159,6 +176,21 @@ class Link:
         return TransactionStatus(self.raw.info.transaction_status)
 
 
+def restoring(connection: psycopg.Connection[Any], *, pooled: bool) -> str:
+    """Return the statement that restores the current settings; it has no parameters.
+
+    Behind a pooler, the session is not the receiver's, so only the transaction's settings are
+    restored.
+    """
+    (found,) = fetch(connection, ASK_SETTINGS)
+    values = {**dict(zip(SETTINGS, found, strict=True)), **ALWAYS}
+    restored = (
+        sql.SQL("set_config({}, {}, {})").format(name, value, pooled)
+        for name, value in values.items()
+    )
+    return "SELECT " + sql.SQL(", ").join(restored).as_string(connection)
+
+
 @contextmanager
 def connected(engine: Engine | AsyncEngine) -> Iterator[Link]:
     """Open a connection to receive on.
@@ -224,7 +256,7 @@ def switch(connection: psycopg.Connection[Any], on: bool) -> None:
     connection.execute(SWITCH[on])
 
 
-def listen(connection: psycopg.Connection[Any]) -> None:
+def start_listening(connection: psycopg.Connection[Any]) -> None:
     """Make the inbox wake this session, from the next commit on.
 
     Raises:
@@ -247,13 +279,15 @@ def listen_if_it_notifies(connection: psycopg.Connection[Any]) -> bool:
     return bool(notifies)
 
 
-def forget(connection: psycopg.Connection[Any]) -> None:
+def forget_notifications(connection: psycopg.Connection[Any]) -> None:
     """Discard received notifications before looking for messages: psycopg would keep them all."""
     for _ in connection.notifies(timeout=0):
         pass
 
 
-def wait(connection: psycopg.Connection[Any], seconds: float, stopping: Event) -> None:
+def await_notification(
+    connection: psycopg.Connection[Any], seconds: float, stopping: Event
+) -> None:
     """Wait outside a transaction for a notification, for ``seconds`` or until told to stop."""
     deadline = time.monotonic() + seconds
     while not stopping.is_set() and (left := deadline - time.monotonic()) > 0:

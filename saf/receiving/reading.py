@@ -23,6 +23,7 @@ from saf.log.shards import newest
 from saf.message import FRAGMENT
 from saf.received import EXPRESSIONS, ID, READ, SHARD, WITH_READABLE, Received, expressions
 from saf.receiving.hand import EXPIRED, LATE, NOW, SPOKEN, UNREAD, Hand, Reader, Shard
+from saf.receiving.retries import THIS_LANE
 from saf.setaside.lane import Kind
 
 CUT_ROWS, CUTS = 250, 64
@@ -84,6 +85,12 @@ SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM (
       AND subject = ANY (%(late)s) AND deliver_at <= now()
     ORDER BY deliver_at, id LIMIT %(limit)s) AS late
 ORDER BY deliver_at, id
+"""
+READ_LANE = f"""
+SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM (
+    SELECT {WITH_READABLE} FROM saf.parked
+    WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s) AS lane
+ORDER BY id
 """
 
 # A shard with fewer messages than a batch is not searched. For each transaction: does every message
@@ -157,6 +164,17 @@ def read(
     else:
         hand.messages += map(Received, rows)
     hand.messages.sort(key=_order)
+
+
+def read_lane(
+    connection: psycopg.Connection[Any], hand: Hand, lane: str, attempt: int, limit: int
+) -> None:
+    """Read the first messages of a key's lane, up to ``limit``; ``attempt`` is the first one's."""
+    params = {"subscription_id": hand.reader.subscription_id, "lane": lane, "limit": limit}
+    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
+        for row in cursor.execute(READ_LANE, params, binary=True).fetchall():
+            message = Received(row, row[-1], 1 if hand.messages else attempt)
+            hand.take(message, row[FATE_AT])
 
 
 def read_log(

@@ -15,18 +15,13 @@ Any number of receivers, in any number of processes, share the work: a key is in
 and in order. Work in the block runs in READ COMMITTED. Other databases, files and calls to other
 systems are not part of the transaction, so such work happens at least once.
 
-*Settings.* saf's statements run as saf's role, whatever a handler has set. A handler shares saf's
-session and transaction. It may take a role (``SET LOCAL ROLE tenant``), or set search_path or a
-timeout. The setting lasts until the transaction ends; without LOCAL, until the session ends. So a
-receiver reads the settings at the beginning, and restores them after the handlers and before its
-own statements, for the session as well (`restoring`). The restore shares a round trip with a
-statement that is sent anyway.
+*Messages that failed.* A receiver chooses a lane or a shard that is due, counts the attempt in a
+transaction of its own, and only then hands the messages out: so an attempt that kills its process
+has been counted. An error that keeps a message from being handed out is blamed on that message
+only. `saf.receiving.retries` describes the attempts.
 
-Other settings, such as synchronous_commit, belong to the handlers. Handlers of one delivery share
-its transaction: a setting made by one applies to the later ones too.
-
-*Idle receivers.* A receiver that finds nothing polls less and less often, or listens. `Quiet` asks,
-by one statement, whether anything has changed since it found nothing, and so avoids most searches.
+*Idle receivers.* A receiver that finds nothing polls less and less often (`saf.receiving.polling`),
+or listens.
 """
 
 from __future__ import annotations
@@ -36,34 +31,40 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from enum import Enum
 from threading import Event
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import psycopg
-from psycopg import sql
 
 from saf.broker import health, services
-from saf.database import check_schema, fetch, of_broker, unavailable_if_lost
+from saf.database import check_schema, of_broker, unavailable_if_lost
 from saf.database.dsn import is_pooled
 from saf.errors import UsageError
 from saf.failpoints import fail_point
 from saf.log import shards
 from saf.log.pauses import Pauses
-from saf.log.shards import ALL_SHARDS, LAST, failed
-from saf.receiving import claim, reading, retries
-from saf.receiving import link as notify
-from saf.receiving.claim import PLAN_ONCE
+from saf.logger import Log
+from saf.receiving import claim, outcome, reading, retries
+from saf.receiving.arrival import Arrival
 from saf.receiving.delivery import Delivery
+from saf.receiving.failures import LAST, about, failure
 from saf.receiving.hand import Hand, Reader
-from saf.receiving.link import Link, connected
+from saf.receiving.link import (
+    UNLISTEN,
+    Link,
+    await_notification,
+    connected,
+    forget_notifications,
+    restoring,
+    start_listening,
+)
+from saf.receiving.outcome import Dead
+from saf.receiving.polling import Quiet, Search, Step
 from saf.receiving.prefetch import Prefetch
-from saf.receiving.retries import HANDLED, Policy, params_of
+from saf.receiving.retries import Policy, Suspect
 from saf.receiving.summary import SetAside
-from saf.receiving.trying import NotReceived, Trying, receiving
-from saf.setaside.lane import Kind
-from saf.setaside.parking import BLOCKED
+from saf.setaside.isolation import of_messages, said
 from saf.signing.keys import Key
 from saf.signing.signer import Signer
 from saf.signing.verifier import Trust, Verifier
@@ -71,6 +72,8 @@ from saf.tracing import spans
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
+
+log = Log("saf.receive")
 
 LONGEST_PAUSE_SECONDS = 0.5
 """Longest pause between polls that find nothing, in seconds; see `saf.log.pauses`."""
@@ -81,55 +84,7 @@ LISTENING_PAUSE_SECONDS = 5.0
 LOOK_SECONDS = 0.25
 """Interval at which a busy receiver checks for messages to try alone, in seconds."""
 
-SURE_SECONDS = 5.0
-"""Time for which a receiver relies on an unchanged answer, in seconds."""
-
 BROKER = "SELECT broker_id FROM saf.broker"
-
-SETTINGS = ("role", "search_path", "row_security", "statement_timeout", "lock_timeout")
-"""Settings that decide whether saf's statements find its tables and may use them."""
-
-ASK_SETTINGS = "SELECT " + ", ".join(f"current_setting('{name}')" for name in SETTINGS)
-ALWAYS = {"array_nulls": "on"}
-"""Setting that saf's parameters depend on."""
-
-SNAPSHOT = "SELECT pg_current_snapshot()::text"
-
-SHARDS = f"ARRAY(SELECT s::smallint FROM {ALL_SHARDS} AS s)"
-ASK_WAITING = f"""
-SELECT pg_current_snapshot()::text, free.shards, free.epochs,
-    EXISTS (SELECT FROM saf.backoff b
-            WHERE b.subscription_id = %(subscription_id)s AND b.shard IS NOT NULL
-              AND b.next_attempt_at < '{BLOCKED}')
- OR EXISTS (SELECT FROM saf.backoff b
-            WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
-              AND b.kind = '{Kind.LATER}'),
-    free.left_behind
- OR EXISTS (SELECT FROM saf.inbox i
-            WHERE i.shard = ANY ({SHARDS}) AND i.txid >= pg_snapshot_xmax(%(seen)s::pg_snapshot))
- OR EXISTS (SELECT FROM saf.inbox i
-            WHERE i.shard = ANY ({SHARDS})
-              AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(%(seen)s::pg_snapshot))))
- OR EXISTS (SELECT FROM saf.backoff b
-            WHERE b.subscription_id = %(subscription_id)s AND b.shard IS NOT NULL
-              AND b.next_attempt_at <= now())
- OR EXISTS (SELECT FROM saf.backoff b
-            WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
-              AND b.kind = '{Kind.LATER}' AND b.next_attempt_at <= now())
- OR EXISTS ({HANDLED})
-FROM (
-    SELECT count(*) AS shards, coalesce(sum(epoch), 0) AS epochs,
-           coalesce(bool_or(open IS NOT NULL OR allowance IS NOT NULL OR {failed("touched")}),
-                    false) AS left_behind
-    FROM {ALL_SHARDS} AS s (shard) CROSS JOIN LATERAL (
-        SELECT *, xmax AS touched FROM saf.cursor
-        WHERE (subscription_id, shard, batch) <= (%(subscription_id)s, s.shard, {LAST})
-        ORDER BY subscription_id DESC, shard DESC, batch DESC LIMIT 1
-    ) AS c
-    WHERE c.subscription_id = %(subscription_id)s AND c.shard = s.shard
-      AND owner IS NOT DISTINCT FROM %(owner)s
-) AS free
-"""
 
 _met: WeakSet[psycopg.Connection[Any]] = WeakSet()
 """Connections whose inbox was found healthy at first contact."""
@@ -211,67 +166,22 @@ def one_delivery(
         fail_point("receive_committed")
 
 
-class Step(Enum):
-    """What a receiver does next."""
-
-    TAKE = "take the next messages"
-    TRY = "try a message alone that failed before"
-    WAIT = "wait for messages"
+class NotReceived(Exception):
+    """Messages could not be handed to the application: the failure is not the application's."""
 
 
-class Search:
-    """Which step comes next in the search for the messages of one delivery.
-
-    Half of the searches begin with messages that failed before, so neither kind delays the other. A
-    search that has found nothing to try does not try again before it has waited.
-
-    >>> search = Search(tries_first=False)
-    >>> search.tries(troubled=True), search.step.name
-    (False, 'TAKE')
-    >>> search.took(None, more=False, troubled=True); search.step.name
-    'TRY'
-    >>> search.tried(found=False); search.step.name, search.tries(troubled=True)
-    ('TAKE', False)
-    >>> search.took(None, more=False, troubled=True); search.step.name
-    'WAIT'
-    >>> search.waited(); search.tries(troubled=True), search.step.name
-    (True, 'TRY')
-    """
-
-    def __init__(self, *, tries_first: bool) -> None:
-        self.step = Step.TAKE
-        self._tries_first = tries_first
-        self._fruitless = False
-
-    def tries(self, *, troubled: bool) -> bool:
-        """Return whether to try a message instead of taking any. ``troubled``: some have failed."""
-        tries = troubled and self._tries_first and not self._fruitless
-        self.step = Step.TRY if tries else Step.TAKE
-        return tries
-
-    def took(self, delivery: Delivery[Any] | None, *, more: bool, troubled: bool) -> None:
-        """Note what was taken. ``more``: the same shards may have more messages."""
-        if delivery is not None or more:  # an empty delivery: all of its messages were set aside
-            self.step = Step.TAKE
-        elif troubled and not self._fruitless:
-            self._tries_first, self.step = True, Step.TRY
-        else:
-            self.step = Step.WAIT
-
-    def tried(self, *, found: bool) -> None:
-        """Note whether there was a message to try."""
-        self._fruitless, self.step = not found, Step.TAKE
-
-    def waited(self) -> None:
-        """Note that messages may have arrived."""
-        self._fruitless, self.step = False, Step.TAKE
-
-    def failed(self) -> None:
-        """Note that a step was rolled back: the next one looks for messages to try."""
-        self._tries_first, self.step = True, Step.TAKE
+@contextmanager
+def receiving() -> Iterator[None]:
+    """Run a block before messages are handed out; raise `NotReceived` if one is at fault."""
+    try:
+        yield
+    except Exception as error:
+        if not of_messages(error):
+            raise
+        raise NotReceived from error
 
 
-class Receiver(Trying):
+class Receiver:
     """Yields deliveries on one connection, one after the other.
 
     Raises the errors of `receive`.
@@ -319,7 +229,7 @@ class Receiver(Trying):
                     f"{', '.join(members)}. Stop them, or receive from a subscription of your own"
                 )
             if listen:
-                notify.listen(link.raw)
+                start_listening(link.raw)
             self.link = replace(link, own=restoring(link.raw, pooled=pooled))
             self._verifier = None
             if trust is not None:
@@ -340,7 +250,7 @@ class Receiver(Trying):
         stopping = stopping or Event()
         deadline = time.monotonic() + wait_seconds
         if self.listens:
-            notify.forget(self.link.raw)
+            forget_notifications(self.link.raw)
         search = Search(tries_first=_toss())
         while True:
             try:
@@ -417,10 +327,195 @@ class Receiver(Trying):
         yield
         if delivery:
             fail_point("receive_handled")
-        delivery.settle()
+        aside = delivery.settle()
         if not delivery:
-            self._unseen += SetAside(delivery.parked, delivery.buried)
+            self._unseen += aside
         fail_point("receive_settled")
+
+    @contextmanager
+    def _transaction(self, *, claims: bool = True, plans_once: bool = False) -> Iterator[None]:
+        """Run a block in a transaction; messages it sets aside are counted only if it commits."""
+        before = self._unseen
+        try:
+            with self.link.transaction(claims=claims, plans_once=plans_once):
+                yield
+        except BaseException:
+            self._unseen = before
+            raise
+
+    def _count(self) -> Suspect | None:
+        """Choose a suspect to try alone, and count the attempt, in a transaction of its own.
+
+        None if nothing is suspect, or another receiver has it in hand.
+        """
+        raw, reader = self.link.raw, self.reader
+        with self._transaction():
+            suspect = retries.choose(raw, reader)
+            if suspect is None:
+                return None
+            hand = claim.claim_shard(raw, reader, suspect.shard, 1)
+            if hand is None:
+                return None
+            if suspect.lane is None or suspect.shard in hand.failed:
+                # this transaction's writes replace the trace of the failed delivery
+                return self._count_shard(hand, Suspect(shard=suspect.shard, lane=None))
+            known = retries.attempts(raw, reader, suspect.lane)
+            if known is None:
+                claim.move(raw, hand)
+                return suspect
+            number, error = known
+            suspect = Suspect(shard=suspect.shard, lane=suspect.lane, attempts=number + 1)
+            if number >= self.policy.max_attempts:
+                # the last attempt ended its process
+                with self._alone(hand):
+                    last = self._read_lane(hand, suspect, number, limit=1)
+                    for message in last:
+                        last.reject(message, error)
+                        log.error(
+                            "dead_letter",
+                            subscription=self.reader.name,
+                            **about(message),
+                            attempt=f"{number} of {self.policy.max_attempts}",
+                            next_attempt=LAST,
+                            error=error,
+                        )
+                    self._unseen += last.settle()
+                return suspect
+            retries.count(raw, reader, suspect.lane or "", suspect.attempts, self.policy)
+            claim.move(raw, hand)
+        return suspect
+
+    def _count_shard(self, hand: Hand, suspect: Suspect) -> Suspect:
+        shard = hand.shards[suspect.shard]
+        failed = suspect.shard in hand.failed
+        is_one = shard.allowance == 1
+        if (shard.allowance or 1) > 1 and not failed:
+            claim.move(self.link.raw, hand)
+            return suspect
+        shard.allowance = 1
+        reading.read(self.link.raw, hand, [suspect.shard], 1)
+        with self._alone(hand):
+            first = self._delivery(hand)
+            if not first:
+                if not hand.all:
+                    shard.allowance = None
+                self._unseen += first.settle()
+                return suspect
+            # if its attempt failed, this message was in it; otherwise another receiver's attempt
+            # failed
+            number = 1 if failed and is_one else 2
+            (message,) = first
+            message.attempt = number
+            first.presume(message, "the last delivery with this message did not come to its end")
+            first.settle()
+            return Suspect(shard=suspect.shard, lane=message.lane, attempts=number)
+        return suspect
+
+    @contextmanager
+    def _alone(self, hand: Hand) -> Iterator[None]:
+        """Run a block about one message, and blame that message for any error.
+
+        The message becomes a dead letter, and its neighbours continue; see
+        `saf.setaside.isolation`.
+        """
+        try:
+            with self.link.raw.transaction():
+                yield
+        except Exception as error:
+            if self.link.raw.broken or not of_messages(error) or not hand.all:
+                raise
+            self._bury(hand, error)
+
+    def _bury(self, hand: Hand, error: Exception) -> None:
+        """Make a dead letter of the only message in hand, because every way to handle it raises.
+
+        Its conversation ends with an error, and its shard moves past it.
+        """
+        raw = self.link.raw
+        letter = Dead(reason="rejected", error=said(error), as_stored=True, fails=True)
+        outcomes = dict.fromkeys(hand.all, letter)
+        outcome.write(raw, hand, outcomes, arrival=Arrival(raw=raw))
+        claim.move(raw, hand)
+        self._unseen += SetAside(buried=len(outcomes))
+
+    @contextmanager
+    def _tried(self, suspect: Suspect) -> Iterator[Delivery[Any]]:
+        """Yield a delivery of a suspect alone. If its block fails, note the error afterwards."""
+        raw = self.link.raw
+        try:
+            with self._transaction():
+                hand = claim.claim_shard(raw, self.reader, suspect.shard, self.max_messages)
+                if hand is None:
+                    if suspect.lane is not None:
+                        retries.uncount(raw, self.reader, suspect.lane, suspect.attempts)
+                    yield self._delivery(None)
+                    return
+                shard = hand.shards[suspect.shard]
+                if suspect.lane is None:
+                    allowance = min(shard.allowance or self.max_messages, self.max_messages)
+                    reading.read(raw, hand, [suspect.shard], allowance)
+                    with receiving():
+                        delivery = self._delivery(hand, suspect)
+                else:
+                    with receiving():
+                        delivery = self._read_lane(hand, suspect, suspect.attempts)
+                if suspect.shard in hand.failed:  # another receiver's, since this was counted
+                    shard.allowance = 1
+                elif shard.allowance is not None:
+                    doubled = shard.allowance * 2
+                    shard.allowance = doubled if doubled < claim.ALL_CLEAR else None
+                yield delivery
+        except Exception as error:
+            if suspect.lane is not None and not raw.closed:
+                self._note(suspect, error)
+            raise
+
+    def _note(self, suspect: Suspect, error: Exception) -> None:
+        """Store the error of a failed attempt; after the last one, make a dead letter."""
+        raw = self.link.raw
+        with self._transaction():
+            hand = claim.claim_shard(raw, self.reader, suspect.shard, 1)
+            if hand is None:
+                return
+            hand.shards[suspect.shard].allowance = (
+                2 if hand.shards[suspect.shard].allowance is not None else None
+            )
+            cause = error.__cause__ if isinstance(error, NotReceived) and error.__cause__ else error
+            with self._alone(hand):
+                delivery = self._read_lane(hand, suspect, suspect.attempts, limit=1)
+                for message in delivery:
+                    if self.policy.gives_up(message.attempt, cause):
+                        log.error(
+                            "dead_letter",
+                            subscription=self.reader.name,
+                            **failure(cause, message, self.policy, raw),
+                        )
+                    delivery.park(message, cause)
+                self._unseen += delivery.settle()
+
+    def _read_lane(
+        self, hand: Hand, suspect: Suspect, number: int, limit: int | None = None
+    ) -> Delivery[Any]:
+        """Read the messages of a lane tried ``number`` times; after a failure, only the first."""
+        raw, lane = self.link.raw, suspect.lane or ""
+        known = retries.attempts(raw, self.reader, lane)
+        if known is None or known[0] != number:
+            return self._delivery(hand, Suspect(shard=suspect.shard, lane=None))
+        limit = limit or (self.max_messages if number == 1 else 1)
+        reading.read_lane(raw, hand, lane, number, limit)
+        return self._delivery(hand, suspect)
+
+    def _delivery(self, hand: Hand | None, tried: Suspect | None = None) -> Delivery[Any]:
+        link = self.link
+        return Delivery(
+            link.connection,
+            link.raw,
+            hand,
+            self.policy,
+            tried,
+            verifier=self._verifier,
+            own=link.own,
+        )
 
     def _look(self) -> bool:
         """Return whether anything is to be tried alone; if not, do not check again for a while."""
@@ -434,7 +529,7 @@ class Receiver(Trying):
         while (left := deadline - time.monotonic()) > 0:
             pause = min(self._pauses.next(longest), left)
             if self.listens:
-                notify.wait(self.link.raw, pause, stopping)
+                await_notification(self.link.raw, pause, stopping)
             else:
                 stopping.wait(pause)
             if stopping.is_set():
@@ -465,7 +560,7 @@ class Receiver(Trying):
             return
         try:
             with self.link.transaction():
-                self.link.raw.execute(notify.UNLISTEN)
+                self.link.raw.execute(UNLISTEN)
         except Exception:
             # for any reason; earlier errors are raised to the caller
             self.link.raw.close()
@@ -504,75 +599,3 @@ class Receiver(Trying):
 
 def _toss() -> bool:
     return random.choice((True, False))  # noqa: S311 - nobody gains by guessing it
-
-
-def restoring(connection: psycopg.Connection[Any], *, pooled: bool) -> str:
-    """Return the statement that restores the current settings; it has no parameters.
-
-    Behind a pooler, the session is not the receiver's, so only the transaction's settings are
-    restored.
-    """
-    (found,) = fetch(connection, ASK_SETTINGS)
-    values = {**dict(zip(SETTINGS, found, strict=True)), **ALWAYS}
-    restored = (
-        sql.SQL("set_config({}, {}, {})").format(name, value, pooled)
-        for name, value in values.items()
-    )
-    return "SELECT " + sql.SQL(", ").join(restored).as_string(connection)
-
-
-class Quiet:
-    """A receiver's knowledge since it last found nothing.
-
-    A search for messages to claim asks many questions: for each shard, whether it has rows unknown
-    to its own cursor, in each slot of the inbox. But a receiver that found nothing a moment ago
-    needs only the changes since an earlier snapshot. `ASK_WAITING` returns them for all shards
-    together:
-
-    - whether rows exist that are not visible in that snapshot;
-    - whether a lane of the subscription has become due, or waits for a handler that this receiver
-      has;
-    - whether a receiver has left a batch open, or has died with a shard in hand;
-    - how many shards this receiver may claim, and the sum of their epochs, which shows that owners
-      have changed.
-
-    If nothing has changed, there is still nothing to claim. From time to time the receiver searches
-    all the same (`SURE_SECONDS`), because an operator may have set a cursor back.
-
-    On a server without writes, even `ASK_WAITING` is skipped. While no transaction that has written
-    ends, the server's snapshot stays the same, and only the passage of time can bring work: a lane
-    that becomes due.
-    """
-
-    def __init__(self) -> None:
-        self._known: tuple[Any, ...] | None = None
-        """Snapshot, shard count and epochs when nothing was found."""
-        self._until = 0.0
-        self._asked: tuple[Any, ...] | None = None
-        self._untouched = ""
-        """Snapshot before a search that found nothing, if time alone makes nothing due. A snapshot
-        followed by `ASK_WAITING` only does not count: a cursor may have been set back before it."""
-        self._becomes_due = False
-
-    def is_certain(self, raw: psycopg.Connection[Any]) -> bool:
-        """Return whether nothing at all was written since nothing was found; one statement."""
-        return self._untouched != "" and fetch(raw, SNAPSHOT) == [(self._untouched,)]
-
-    def lasts(self, raw: psycopg.Connection[Any], reader: Reader) -> bool:
-        """Return whether there is still nothing. Call it in a transaction of its own.
-
-        If not, search, and call `nothing` if the search finds nothing.
-        """
-        raw.execute(PLAN_ONCE)
-        seen, *free = self._known or (None, None, None)
-        rows = fetch(raw, ASK_WAITING, {**params_of(reader), "seen": seen})
-        ((snapshot, *now, self._becomes_due, changed),) = rows
-        self._asked = (snapshot, *now)
-        return not changed and now == free and time.monotonic() < self._until
-
-    def nothing(self) -> None:
-        """Note that a search found nothing, neither to claim nor to try alone."""
-        # the answer before that search; none before the first
-        self._known, self._asked = self._asked, None
-        self._untouched = self._known[0] if self._known and not self._becomes_due else ""
-        self._until = time.monotonic() + SURE_SECONDS

@@ -21,7 +21,7 @@ A message that cannot be handed out becomes a dead letter, too. The database cop
 not the row that was read (`bury_as_stored`).
 
 Only the receiver that has the shard in hand writes any of these rows. The exception is `uncount`,
-which checks the number of attempts instead. This file makes no attempts: `saf.receiving.trying`
+which checks the number of attempts instead. This file makes no attempts: `saf.receiving.receive`
 does.
 """
 
@@ -29,19 +29,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
-from psycopg.rows import tuple_row
 
 from saf.database import fetch
 from saf.log.shards import NEWEST
-from saf.received import EXPRESSIONS, WITH_READABLE, Received
-from saf.receiving import claim
+from saf.received import Received
 from saf.receiving.arrival import hook
-from saf.receiving.hand import Hand, Reader
-from saf.receiving.reading import FATE
-from saf.setaside import dead, parking
+from saf.setaside import dead
 from saf.setaside.isolation import said
 from saf.setaside.lane import THE_LANE, Kind, Lane, given
 from saf.setaside.parking import (
@@ -51,6 +47,9 @@ from saf.setaside.parking import (
     wait_seconds,
 )
 from saf.setaside.unhandled import FOR_ALL, awaited, possible
+
+if TYPE_CHECKING:
+    from saf.receiving.hand import Reader
 
 MINE = f"ARRAY(SELECT c.shard FROM {NEWEST} AS c WHERE owner IS NOT DISTINCT FROM %(owner)s)"
 HANDLED = awaited(shards=MINE)
@@ -95,12 +94,6 @@ UNCOUNT = f"""
 UPDATE saf.backoff SET attempts = attempts - 1, next_attempt_at = clock_timestamp()
 WHERE {THIS_LANE} AND attempts = %(attempts)s
 """
-READ_LANE = f"""
-SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id FROM (
-    SELECT {WITH_READABLE} FROM saf.parked
-    WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s) AS lane
-ORDER BY id
-"""
 
 WAIT = f"""
 INSERT INTO saf.backoff
@@ -112,6 +105,7 @@ SELECT %(subscription_id)s, '', '{Kind.KEY}', lane, shard, attempts, error,
 FROM unnest(%(lane)s::text[], %(shard)s::smallint[], %(attempts)s::int[], %(error)s::text[],
             %(wait)s::float[], %(awaits_handler)s::boolean[], %(message_type)s::text[])
      AS w (lane, shard, attempts, error, wait, awaits_handler, message_type)
+ORDER BY lane
 ON CONFLICT (subscription_id, {THE_LANE}) DO UPDATE SET
     attempts = excluded.attempts, error = excluded.error,
     next_attempt_at = excluded.next_attempt_at,
@@ -258,15 +252,6 @@ def uncount(connection: psycopg.Connection[Any], reader: Reader, lane: str, numb
     connection.execute(UNCOUNT, params)
 
 
-def read_lane(
-    connection: psycopg.Connection[Any], reader: Reader, lane: str, limit: int
-) -> list[tuple[Any, ...]]:
-    """Read the first messages of a lane: the columns `saf.received.READ`, fate and parked_id."""
-    params = {"subscription_id": reader.subscription_id, "lane": lane, "limit": limit}
-    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
-        return cursor.execute(READ_LANE, params, binary=True).fetchall()
-
-
 def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str, Waiting]) -> None:
     """Make keys wait in their lanes."""
     if lanes:
@@ -294,28 +279,16 @@ def time_late(connection: psycopg.Connection[Any], reader: Reader, shards: Seque
         connection.execute(FORGET_LATE, params)
 
 
-def bury_alone(raw: psycopg.Connection[Any], hand: Hand, error: Exception) -> None:
-    """Make a dead letter of the only message in hand, because every way to handle it raises.
-
-    Its conversation ends with an error, and its shard moves past it.
-    """
-    buried = bury_as_stored(raw, hand.reader, [(message, said(error)) for message in hand.all])
-    parking.unpark(raw, [number for number in buried if number])
-    fail_unseen(raw, hand.reader, hand.all)
-    claim.move(raw, hand)
-
-
 def bury_as_stored(
     raw: psycopg.Connection[Any],
     reader: Reader,
     some: Sequence[tuple[Received, str | None]],
     *,
     reason: str = "rejected",
-) -> list[int | None]:
+) -> None:
     """Make dead letters of messages from their stored rows, not from the rows that were read.
 
-    Each message comes with its error; None stands for "too large to be read". Return the messages'
-    ids in saf.parked.
+    Each message comes with its error; None stands for "too large to be read".
     """
     for table, places in (
         ("inbox", [(one.id, one, error) for one, error in some if one.parked_id is None]),
@@ -331,7 +304,6 @@ def bury_as_stored(
             for place, one, error in places
         ]
         dead.bury_as_stored(raw, reader.subscription_id, table, rows)
-    return [one.parked_id for one, _ in some]
 
 
 def fail_unseen(raw: psycopg.Connection[Any], reader: Reader, messages: Iterable[Received]) -> None:

@@ -44,7 +44,7 @@ class Savepoints:
     """Pieces of work in one transaction.
 
     ``own``, a statement that restores saf's own settings, runs after them; see
-    `saf.receiving.receive`.
+    `saf.receiving.link`.
     """
 
     def __init__(self, raw: psycopg.Connection[Any], own: str = "") -> None:

@@ -70,9 +70,6 @@ T = TypeVar("T")
 P = ParamSpec("P")
 H = TypeVar("H", bound=Callable[..., object])
 
-Handler = Callable[[Received, Any], object]
-BatchHandler = Callable[[Sequence[Received], Any], object]
-
 END_SECONDS = 1.0
 """Time limit for an event loop to answer, and to end."""
 

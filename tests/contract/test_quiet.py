@@ -16,7 +16,7 @@ from saf import database
 from saf.database import Dsn
 from saf.log.shards import Member
 from saf.operating import decide
-from saf.receiving import claim, receive
+from saf.receiving import claim, polling
 from saf.receiving.link import connected
 from saf.receiving.receive import Receiver
 from saf.setaside.selection import DeadLetters
@@ -31,7 +31,7 @@ LONG_SECONDS = 600.0
 @pytest.fixture(autouse=True)
 def sure(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the question does not tell is not found."""
-    monkeypatch.setattr(receive, "SURE_SECONDS", 1e6)
+    monkeypatch.setattr(polling, "SURE_SECONDS", 1e6)
 
 
 class Idle:
@@ -163,7 +163,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(query)
         return fetch(raw, query, *params)
 
-    monkeypatch.setattr(receive, "fetch", noted)
+    monkeypatch.setattr(polling, "fetch", noted)
     return asked
 
 
@@ -171,7 +171,7 @@ def test_while_nobody_writes_it_asks_for_the_snapshot_only(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch, asked: list[str]
 ) -> None:
     with idle(inbox, monkeypatch) as one:
-        until(lambda: asked[-3:] == [receive.SNAPSHOT] * 3)
+        until(lambda: asked[-3:] == [polling.SNAPSHOT] * 3)
         put(inbox, "1")
         one.gets("1")
 
@@ -184,7 +184,7 @@ def test_a_cursor_that_was_set_back_is_found_after_a_while_though_nobody_writes_
         until(lambda: one.got)
         until(lambda: one.asked >= 2)
         before = [*one.got]
-        monkeypatch.setattr(receive, "SURE_SECONDS", 0.5)
+        monkeypatch.setattr(polling, "SURE_SECONDS", 0.5)
         one.receiver._quiet._until = time.monotonic() + 0.5
         with connect(inbox) as connection:
             connection.execute("UPDATE saf.cursor SET done = '1:1:'")
@@ -200,7 +200,7 @@ def test_a_lane_that_becomes_due_is_found_though_nobody_writes(
         for message in delivery:
             delivery.park(message, "not now")
     with idle(inbox, monkeypatch) as one:
-        assert receive.SNAPSHOT not in asked  # which alone does not say what becomes due
+        assert polling.SNAPSHOT not in asked  # which alone does not say what becomes due
         one.gets("1")
 
 

@@ -20,9 +20,8 @@ from saf.engine import acknowledged
 from saf.errors import SafError
 from saf.log.cursor import Batch
 from saf.log.shards import Member, living
-from saf.received import ID
-from saf.receiving import retries
-from saf.receiving.hand import Reader
+from saf.receiving import reading, retries
+from saf.receiving.hand import Hand, Reader
 from saf.receiving.retries import Policy, Waiting
 from saf.setaside import backoff, dead, dropped, in_hand, parking, unhandled
 from saf.setaside.dead import AsStored
@@ -453,7 +452,9 @@ def test_the_attempts_and_the_messages_of_a_key_are_those_of_one_reader(
     assert attempts() == [2, 3]
     retries.wait(source, mine, {"k": Waiting(lane="k", shard=7, attempts=5, error="no")})
     assert attempts() == [5, 3]
-    assert [row[ID] for row in retries.read_lane(source, mine, "k", 9)] == [1]
+    hand = Hand(reader=mine, transaction="", shards={})
+    reading.read_lane(source, hand, "k", 5, 9)
+    assert [message.id for message in hand.messages] == [1]
 
 
 def test_delayed_messages_are_due_when_the_first_of_their_own_reader_is(

@@ -8,7 +8,7 @@ from uuid import UUID
 
 from saf import Processor
 from saf.received import READ, Received
-from saf.receiving.processor import Instance, Instances
+from saf.receiving.processors import Instance, Instances
 
 
 class Counting(Processor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from saf.receiving.receive import Search, Step
+from saf.receiving.polling import Search, Step
 
 
 def searching(*, tries_first: bool = False) -> Search:

@@ -76,7 +76,7 @@ WHERE NOT EXISTS (SELECT FROM saf.watermark w
 """
 
 # In the order of the places, so that two deliveries wait for each other instead of deadlocking. The
-# index finds the newest version first; see saf.shards.newest.
+# index finds the newest version first; see saf.log.shards.newest.
 LOCK = f"""
 SELECT w.lane, w.shard, epoch, batch, position, opened_at, acknowledged, set_aside_at
 FROM unnest({{lanes}}::text[], {{shards}}::smallint[]) AS s (lane, shard)

@@ -18,7 +18,7 @@ from saf.log.side import IN_RANGE, PLAIN, Side, in_order, open_side, shard_of
 
 IDENTITY = "SELECT broker_id FROM saf.broker"
 
-# Old versions of a mark may still exist; see saf.shards.newest
+# Old versions of a mark may still exist; see saf.log.shards.newest
 KNOWN = """
 SELECT DISTINCT ON (lane, shard) lane, shard, epoch, batch, position, opened_at, acknowledged,
        set_aside_at

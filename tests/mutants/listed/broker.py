@@ -143,7 +143,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what a handler sets for the session holds for later deliveries",
-        "saf/receiving/receive.py",
+        "saf/receiving/link.py",
         "format(name, value, pooled)",
         "format(name, value, True)",
         f"{OWN}::test_what_a_handler_sets_is_no_matter_to_a_worker",

@@ -111,8 +111,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what comes with a dead letter of its dialog is not counted",
         "saf/receiving/delivery.py",
-        "                self._arrival.dropped.append((message, Reason.ENDED))\n",
-        "",
+        "            return Dropped(reason=Reason.ENDED)\n",
+        "            return HANDLED\n",
         "contract/test_dialog_errors.py"
         "::test_what_comes_after_a_dead_letter_of_its_dialog_counts_as_dropped_also_if_it_comes_with_it",
     ),
@@ -323,8 +323,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "nobody is told of a dead letter that came with an error",
         ARRIVAL,
-        "        for message in (*messages, *errors):\n",
-        "        for message in messages:\n",
+        "if message in self.before and (is_error or isinstance(outcome, Parked)):",
+        "if message in self.before and isinstance(outcome, Parked):",
         f"{ERRORS}::test_both_ends_are_told_of_a_dead_letter_that_came_with_an_error_of_its_dialog",
     ),
     mutant(

@@ -114,9 +114,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is dropped is not counted",
-        "saf/receiving/delivery.py",
-        "        self._count(self._arrival.dropped)\n",
-        "        self._count([])\n",
+        "saf/receiving/outcome.py",
+        "    dropped.count(raw, reader.subscription_id, counted)\n",
+        "    dropped.count(raw, reader.subscription_id, [])\n",
         "contract/test_dialog_fragments.py::test_what_waits_for_a_fragment_that_is_missing_is_counted_once_when_the_dialog_is_over",
     ),
     mutant(

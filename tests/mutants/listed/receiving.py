@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant, harmless, mutant
 
 PREFETCH, SAVEPOINTS = "saf/receiving/prefetch.py", "saf/receiving/savepoints.py"
 PREFETCHED, SHARED = "contract/test_prefetch.py", "contract/test_savepoints.py"
-QUIET, IDLE = "saf/receiving/receive.py", "contract/test_quiet.py"
+QUIET, IDLE = "saf/receiving/polling.py", "contract/test_quiet.py"
 CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
     "saf/receiving/claim.py",
     "saf/receiving/reading.py",
@@ -18,6 +18,7 @@ CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
 ASYNC, ASYNC_LINK = "contract/test_async_receiving.py", "saf/receiving/asynchronous.py"
 OWN_LOOP = "saf/receiving/worker.py"
 GROUPING = "saf/receiving/worker.py"
+OUTCOME = "saf/receiving/outcome.py"
 PROCESSORS, LOOP, INBOX, AWAITING = (
     "saf/receiving/processors.py",
     "saf/receiving/loop.py",
@@ -67,21 +68,21 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a search that had nothing to try tries again and again",
-        "saf/receiving/receive.py",
+        QUIET,
         "self._fruitless, self.step = not found, Step.TAKE",
         "self._fruitless, self.step = False, Step.TAKE",
         "unit/test_search.py::test_a_search_that_had_nothing_to_try_waits_before_it_tries_again",
     ),
     mutant(
         "after a failure all messages are taken as before",
-        "saf/receiving/receive.py",
+        QUIET,
         "        self._tries_first, self.step = True, Step.TAKE\n",
         "        self.step = Step.TAKE\n",
         "unit/test_search.py::test_after_a_failure_the_next_step_looks_for_messages_to_try",
     ),
     mutant(
         "a receiver waits although its shards have more messages",
-        "saf/receiving/receive.py",
+        QUIET,
         "if delivery is not None or more:",
         "if delivery is not None:",
         "unit/test_search.py::test_shards_with_more_messages_are_read_on_without_a_wait",
@@ -216,8 +217,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was read ahead and refused is gone without a dead letter",
         DELIVERY,
-        "            or self._refused\n",
-        "",
+        "            self._unseen\n            or self._stopped\n",
+        "            self._stopped\n",
         "contract/test_signing.py::test_what_was_read_ahead_is_verified_as_it_is_delivered",
     ),
     mutant(
@@ -398,7 +399,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an attempt more than the policy says is made",
-        "saf/receiving/trying.py",
+        RECEIVE,
         "if number >= self.policy.max_attempts:",
         "if number > self.policy.max_attempts:",
         KILLS,
@@ -448,8 +449,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a key overtakes its messages that wait",
         DELIVERY,
-        "self._messages = [message for message in self._messages if message.lane not in waiting]",
-        "self._messages = list(self._messages)",
+        "behind = [message for message in self._messages if message.lane in waiting]",
+        "behind = []",
         f"{WORKER}::test_a_message_that_fails_waits_with_its_key_and_others_go_on",
     ),
     mutant(
@@ -469,8 +470,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is handled counts though it was set aside",
         DELIVERY,
-        "place not in self._dead and not self._is_past(message, place)\n",
-        "place not in self._dead\n",
+        "message not in self._back and self._outcome(message, place) is HANDLED\n",
+        "message not in self._back and message not in self._dead\n",
         f"{RECEIVED}::test_neither_what_is_set_aside_nor_what_is_behind_it_counts_as_handled",
     ),
     mutant(
@@ -500,6 +501,27 @@ MUTANTS: list[Mutant] = [
         "        if hand.spoken:\n",
         "        if hand.spoken and not back:\n",
         f"{STOPPING}::test_a_dialog_of_which_messages_were_put_back_goes_on_without_a_gap",
+    ),
+    mutant(
+        "what was put back into its lane is deleted there",
+        OUTCOME,
+        "not isinstance(outcome, (Parked, Untouched))",
+        "not isinstance(outcome, Parked)",
+        f"{STOPPING}::test_the_messages_of_a_lane_that_was_begun_stay_in_it_and_are_due",
+    ),
+    mutant(
+        "what was given up is taken for handled",
+        DELIVERY,
+        "            return self._dead[message]\n",
+        "            return HANDLED\n",
+        "unit/test_outcomes.py::test_after_a_dead_letter_its_key_goes_on_unless_the_policy_blocks_it",
+    ),
+    mutant(
+        "what is delayed is handed out",
+        "saf/receiving/hand.py",
+        "elif fate == LATE:",
+        "elif fate == LATE and self.outcomes:",
+        "unit/test_outcomes.py::test_what_is_not_handed_out_has_its_outcome_from_the_start",
     ),
     mutant(
         "what was counted as tried is put back before it is given",
@@ -582,7 +604,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a lane is read in no order",
-        LANES,
+        READING,
         "WHERE {THIS_LANE} ORDER BY id LIMIT %(limit)s",
         "WHERE {THIS_LANE} ORDER BY id DESC LIMIT %(limit)s",
         f"{WORKER}::test_after_its_attempts_a_message_is_dead_and_its_key_goes_on",
@@ -648,7 +670,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the trace of a failed delivery is overwritten as an attempt is counted",
-        "saf/receiving/trying.py",
+        RECEIVE,
         "if suspect.lane is None or suspect.shard in hand.failed:",
         "if suspect.lane is None:",
         f"{RECEIVED}::"
@@ -656,7 +678,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the trace of a failed delivery is overwritten by an attempt",
-        "saf/receiving/trying.py",
+        RECEIVE,
         "if suspect.shard in hand.failed:  #",
         "if False:  #",
         f"{RECEIVED}::"
@@ -700,7 +722,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a receiver that is never idle keeps all notifications",
         RECEIVE,
-        "            notify.forget(self.link.raw)\n",
+        "            forget_notifications(self.link.raw)\n",
         "            pass\n",
         f"{NOTIFIED}::test_a_receiver_that_is_never_idle_keeps_no_notifications",
     ),
@@ -721,8 +743,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what parks behind a key that waits counts only if a handler gets something else",
         RECEIVE,
-        "            self._unseen += SetAside(delivery.parked, delivery.buried)\n",
-        "            self._unseen += SetAside(0, delivery.buried)\n",
+        "            self._unseen += aside\n",
+        "            self._unseen += SetAside(0, aside.buried)\n",
         f"{WORKER}::test_what_parks_behind_a_key_that_waits_counts_though_no_handler_sees_it",
     ),
     mutant(
@@ -735,7 +757,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a dead letter of what never commits is not logged",
-        "saf/receiving/trying.py",
+        RECEIVE,
         "                    if self.policy.gives_up(message.attempt, cause):\n",
         "                    if not message:\n",
         f"{LOGGED}::"

@@ -42,7 +42,7 @@ LONGEST = (
 )
 CHOICES, CHOICE = "saf/routing/route_choices.py", "contract/test_route_choices.py::test_"
 
-FACTS, INSTANCES = "saf/dialogs/facts.py", "saf/receiving/processor.py"
+FACTS, INSTANCES = "saf/dialogs/facts.py", "saf/receiving/processors.py"
 OF_KEY, OF_COPY = "unit/test_instances.py::test_", "unit/test_lost_copies.py::test_"
 LOST, BLIND = "saf/repair/reconcile/copies.py", "saf/repair/send_again.py"
 SET_BACK, BY_ROWS = "saf/repair/set_back.py", "contract/test_set_back_by_rows.py::test_"

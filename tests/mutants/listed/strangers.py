@@ -169,8 +169,8 @@ SURVIVORS: list[Mutant] = [
     mutant(
         "a count that somebody else has made is taken back",
         "saf/receiving/retries.py",
-        'WHERE {THIS_LANE} AND attempts = %(attempts)s\n"""\nREAD_LANE',
-        'WHERE {THIS_LANE} AND %(attempts)s IS NOT NULL\n"""\nREAD_LANE',
+        'WHERE {THIS_LANE} AND attempts = %(attempts)s\n"""\n\nWAIT',
+        'WHERE {THIS_LANE} AND %(attempts)s IS NOT NULL\n"""\n\nWAIT',
         "contract/test_worker.py::"
         "test_a_count_is_taken_back_only_if_nobody_has_counted_another_attempt_since",
     ),
