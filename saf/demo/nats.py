@@ -63,11 +63,11 @@ def received(settings: Nats) -> Iterator[Received]:
     with settings.connected("nats") as link:
         number = 0
         for message in Questions("nats", link).messages(sys.maxsize):
-            headers = {name: unquote(value) for name, value in message.headers().items()}
+            headers = {name: unquote(value) for name, value in (message.headers or {}).items()}
             if "saf-id" in headers:  # not a mark
                 number += 1
                 own = {n: value for n, value in headers.items() if not n.startswith("Nats-")}
-                yield received_of(number, own, message.body)
+                yield received_of(number, own, message.data)
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:

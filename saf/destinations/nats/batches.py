@@ -15,7 +15,7 @@ A server that is killed in the middle of a batch finishes it after the restart.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -28,7 +28,9 @@ from saf.destinations import Chunk
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.marks import MAIN, Place
 from saf.destinations.nats import subjects, wire
+from saf.destinations.nats.connection import Message, of
 from saf.destinations.nats.server import (
+    EXPECTED,
     STORED,
     WRONG_SEQUENCE,
     JetStreamError,
@@ -94,7 +96,7 @@ class Batches(Stepwise[Link]):
         config = link.config()
         self._takes = config["subjects"]
         largest = self.settings.capabilities.largest_body or 0
-        self._largest = min(int(link.connection.info["max_payload"]), largest + wire.LARGEST_HEAD)
+        self._largest = min(link.connection.max_payload, largest + wire.LARGEST_HEAD)
         if 0 < (limit := int(config.get("max_msg_size", -1))) < self._largest:
             self._largest = limit
         return link.make_identity()
@@ -175,7 +177,7 @@ class Batches(Stepwise[Link]):
         connection = link.connection
         batch = Batch(step=step, begun=connection.inbox(), ended=connection.inbox())
         if step.what:
-            connection.write(wire.messages(self.what, step.what, batch.id, batch.begun))
+            connection.publish(wire.messages(step.what, batch.id, batch.begun))
         return batch
 
     def _end(self, link: Link, source: UUID, batch: Batch) -> None:
@@ -183,24 +185,24 @@ class Batches(Stepwise[Link]):
         step, stream = batch.step, self.settings.stream
         counts = _counts(step.what)
         positions: dict[Place, There] = {}
-        parts = []
+        messages = []
         for number, (place, text) in enumerate(step.after.items(), start=1):
             previous = self._there[place]
             lane, shard = place
             stored = previous.stored + (counts.get(str(shard), 0) if lane == MAIN else 0)
             positions[place] = There(sequence=number, stored=stored)
-            headers = {wire.EXPECTED: previous.sequence, STORED: stored, **link.kept()}
-            parts.append(
-                wire.mark(
+            headers = {EXPECTED: previous.sequence, STORED: stored, **link.kept()}
+            headers |= {wire.BATCH: batch.id, wire.SEQUENCE: step.count + number}
+            last = number == len(step.after)
+            messages.append(
+                Message(
                     subjects.mark(stream, source, place),
-                    text,
-                    headers,
-                    batch=batch.id,
-                    sequence=step.count + number,
-                    commit=batch.ended if number == len(step.after) else "",
+                    text.encode(),
+                    wire.texts(headers | ({wire.COMMIT: 1} if last else {})),
+                    batch.ended if last else "",
                 )
             )
-        link.connection.write(b"".join(parts))
+        link.connection.publish(messages)
         self._there |= positions
 
     def _ended(self, link: Link, batch: Batch) -> bool:
@@ -210,10 +212,10 @@ class Batches(Stepwise[Link]):
             Unavailable: it was not stored, for another reason than its marks.
         """
         while (answer := link.connection.receive()).subject != batch.ended:
-            if answer.subject == batch.begun and answer.body:
-                batch.why = answer.body.decode()
+            if answer.subject == batch.begun and answer.data:
+                batch.why = answer.data.decode()
         try:
-            last = int(answered(answer.of(self.settings.stream))["seq"])
+            last = int(answered(of(self.settings.stream, answer))["seq"])
         except JetStreamError as error:
             if error.code in WRONG_SEQUENCE:
                 return False
@@ -228,9 +230,8 @@ class Batches(Stepwise[Link]):
 
     def _abandon(self, link: Link, batch: Batch) -> None:
         """Make the server forget a batch whose marks cannot follow, by a number out of order."""
-        headers: Mapping[str, object] = {wire.BATCH: batch.id, wire.SEQUENCE: MOST + 1}
-        subject = subjects.identity(self.settings.stream)
-        link.connection.request(subject, b"", headers)
+        headers = {wire.BATCH: batch.id, wire.SEQUENCE: f"{MOST + 1}"}
+        link.connection.request(subjects.identity(self.settings.stream), b"", headers)
 
 
 def _guarded(chunk: Chunk, rows: pa.Table) -> list[Place]:

@@ -1,4 +1,4 @@
-"""A batch as bytes for a NATS server, written by Arrow, without Python code per message.
+"""Messages of a batch, as the client sends them: headers that NATS can carry.
 
 A header's value is a line of ASCII here. Other characters are encoded as CloudEvents encodes them
 over HTTP: ``%`` and two digits for each byte of UTF-8. Most values stay unchanged.
@@ -7,7 +7,8 @@ over HTTP: ``%`` and two digits for each byte of UTF-8. Most values stay unchang
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import repeat
 from urllib.parse import quote
 
 import numpy as np
@@ -15,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations.mapping import Mapped
-from saf.destinations.nats.connection import VERSION_LINE, published
+from saf.destinations.nats.connection import Message
 from saf.destinations.nats.subjects import subject
 from saf.destinations.texts import TEXT
 from saf.errors import Rejected
@@ -24,14 +25,17 @@ EVENTS = "ce-"
 """Prefix of CloudEvents attributes, as the binding for NATS defines it."""
 
 BATCH, SEQUENCE, COMMIT = "Nats-Batch-Id", "Nats-Batch-Sequence", "Nats-Batch-Commit"
-EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 THE_SERVERS = "nats-"
 """Prefix of header names that are commands to the server."""
 
 LARGEST_HEAD = 65_535
 LARGEST_LINE = 4_000
-BYTES = pa.large_binary()
-NAME = re.compile(r"[!-9;-~]+")
+FRAME = len("NATS/1.0\r\n\r\n") + len(f"{BATCH}: {'x' * 32}\r\n{SEQUENCE}: 1000\r\n")
+"""Size of a message's headers without saf's and the sender's, in bytes."""
+AROUND = len(": \r\n")
+"""Size of a header without its name and value, in bytes."""
+NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+"""Names of headers that the client sends."""
 AS_IT_IS = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 ENCODED = r"[^\x20-\x7E]|%|^ | $"
 
@@ -48,95 +52,69 @@ def encoded(value: str) -> str:
     return "%20" * first + inner + "%20" * (len(text) - last if inner else 0)
 
 
-def blocks(where: str, what: Mapped) -> list[bytes]:
-    """Return the senders' own headers, encoded, one text for each distinct set.
-
-    Raises:
-        Rejected: this protocol cannot carry a header's name, or the name is the server's.
-    """
-    texts = []
-    for headers in what.own:
-        for name in headers:
-            if not NAME.fullmatch(name):
-                raise Rejected(where, f"NATS cannot carry a header {name!r}")
-            if name.lower().startswith(THE_SERVERS):
-                raise Rejected(where, f"the sender has given a header {name!r}, a server's command")
-        texts.append("".join(f"{name}: {encoded(value)}\r\n" for name, value in headers.items()))
-    return [block.encode() for block in texts]
-
-
 def check(where: str, what: Mapped, largest: int) -> None:
     """Raise if the server does not accept one of these messages.
 
     Raises:
-        Rejected: its headers, its size or its subject exceed a limit.
+        Rejected: a header's name, the headers, the size or the subject exceed a limit.
     """
-    heads = pc.binary_length(_heads(where, what, "x" * 64))
-    size = pc.max(pc.add(heads, pc.binary_length(what.body))).as_py() or 0
-    if (head := pc.max(heads).as_py() or 0) > LARGEST_HEAD:
+    for name in {name for headers in what.own for name in headers}:
+        if not NAME.fullmatch(name):
+            raise Rejected(where, f"NATS cannot carry a header {name!r}")
+        if name.lower().startswith(THE_SERVERS):
+            raise Rejected(where, f"the sender has given a header {name!r}, a server's command")
+    own = [sum(map(_size, headers, headers.values())) for headers in _own(what)]
+    heads = FRAME + np.array(own, np.int64)[what.which]
+    for name, values in what.headers.items():
+        if isinstance(values, str):
+            heads += _size(name, encoded(values))
+        else:
+            sizes = pc.add(pc.binary_length(_encoded(values)), _size(name, ""))
+            heads += np.asarray(pc.fill_null(sizes, 0))
+    if (head := int(heads.max())) > LARGEST_HEAD:
         raise Rejected(where, f"its headers have {head:,} bytes, more than {LARGEST_HEAD:,}")
-    if size > largest:
+    if (size := int((heads + np.asarray(pc.binary_length(what.body))).max())) > largest:
         raise Rejected(where, f"it has {size:,} bytes, more than its server takes ({largest:,})")
     for topic in what.topics:
         if len(subject(topic).encode()) > LARGEST_LINE:
             raise Rejected(where, f"its subject has more than {LARGEST_LINE:,} bytes")
 
 
-def messages(where: str, what: Mapped, batch: str, reply: str) -> memoryview:
-    """Return the messages of a batch; the first one has a reply subject."""
-    heads = _heads(where, what, batch)
-    sizes = pc.binary_length(heads)
-    totals = pc.add(sizes, pc.binary_length(what.body))
-    subjects = pa.array([subject(topic).encode() for topic in what.topics], BYTES)
-    replies = pa.array([f" {reply}".encode(), *[b""] * (what.count - 1)], BYTES)
-    space, end = pa.scalar(b" ", BYTES), pa.scalar(b"\r\n", BYTES)
-    array = pc.binary_join_element_wise(
-        pa.scalar(b"HPUB ", BYTES),
-        subjects.take(pa.array(what.topic)),
-        replies,
-        space,
-        _text(sizes),
-        space,
-        _text(totals),
-        end,
-        heads,
-        what.body.cast(BYTES),
-        end,
-        pa.scalar(b"", BYTES),
-    )
-    offsets = np.frombuffer(array.buffers()[1], np.int64)
-    first, last = offsets[array.offset], offsets[array.offset + len(array)]
-    return memoryview(array.buffers()[2])[first:last]
-
-
-def mark(
-    under: str, text: str, headers: Mapping[str, object], *, batch: str, sequence: int, commit: str
-) -> bytes:
-    """Return a mark of a batch; ``commit``: the reply subject, if the mark ends the batch."""
-    fields = {**headers, BATCH: batch, SEQUENCE: sequence} | ({COMMIT: 1} if commit else {})
-    return published(under, text.encode(), fields, commit)
-
-
-def _heads(destination: str, what: Mapped, batch: str) -> pa.Array:
-    """Return the headers of each message, including its number in the batch."""
-    constant = "".join(
-        f"{name}: {encoded(values)}\r\n"
-        for name, values in what.headers.items()
-        if isinstance(values, str)
-    )
-    first = f"{VERSION_LINE.decode()}\r\n{BATCH}: {batch}\r\n{constant}{SEQUENCE}: "
-    numbers = _text(pa.array(np.arange(1, what.count + 1)))
-    end = pa.scalar(b"\r\n", BYTES)
-    parts = [pa.scalar(first.encode(), BYTES), numbers, end]
+def messages(what: Mapped, batch: str, reply: str) -> Iterator[Message]:
+    """Yield the messages of a batch; the first one has a reply subject."""
+    constant, names, columns = {BATCH: batch}, [], []
     for name, values in what.headers.items():
-        if not isinstance(values, str):
-            start = pa.scalar(f"{name}: ".encode(), BYTES)
-            column = _encoded(values).cast(BYTES)
-            parts.append(pc.binary_join_element_wise(start, column, end, pa.scalar(b"", BYTES)))
-    parts.append(pa.array(blocks(destination, what), BYTES).take(pa.array(what.which)))
-    return pc.binary_join_element_wise(
-        *parts, end, pa.scalar(b"", BYTES), null_handling="replace", null_replacement=b""
-    )
+        if isinstance(values, str):
+            constant[name] = encoded(values)
+        else:
+            names.append(name)
+            columns.append(_encoded(values).to_pylist())
+    topics, own = [subject(topic) for topic in what.topics], _own(what)
+    rows = zip(
+        zip(*columns, strict=True) if columns else repeat(()),
+        what.topic.tolist(), what.which.tolist(), what.body.to_pylist(),
+        strict=False,
+    )  # fmt: skip
+    for number, (values, topic, which, body) in enumerate(rows, start=1):
+        pairs = zip(names, values, strict=True)
+        said = {name: value for name, value in pairs if value is not None}
+        headers = {**constant, SEQUENCE: str(number), **said, **own[which]}
+        yield Message(topics[topic], body, headers, reply)
+        reply = ""
+
+
+def texts(headers: Mapping[str, object]) -> dict[str, str]:
+    """Return headers with their values as texts."""
+    return {name: str(value) for name, value in headers.items()}
+
+
+def _own(what: Mapped) -> list[dict[str, str]]:
+    """Return the distinct sets of senders' own headers, encoded."""
+    return [{name: encoded(value) for name, value in one.items()} for one in what.own]
+
+
+def _size(name: str, value: str) -> int:
+    return len(name) + len(value) + AROUND
 
 
 def _encoded(values: pa.Array) -> pa.Array:
@@ -146,7 +124,3 @@ def _encoded(values: pa.Array) -> pa.Array:
     known = values.dictionary_encode()
     texts = [encoded(value) for value in known.dictionary.to_pylist()]
     return pa.array(texts, TEXT).take(known.indices)
-
-
-def _text(numbers: pa.Array) -> pa.Array:
-    return numbers.cast(TEXT).cast(BYTES)
