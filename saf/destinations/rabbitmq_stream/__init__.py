@@ -8,8 +8,12 @@
     topic = "orders.{service}"              # stream orders.billing
 
 `saf.destinations.rabbitmq_stream.streams` describes how a chunk is stored, and why each message is
-stored once. It implements the stream protocol itself, so it needs no client library; the server
-needs its plugin ``rabbitmq_stream``.
+stored once. The server needs its plugin ``rabbitmq_stream``.
+
+saf implements the stream protocol itself, because rstream 1.1 makes a drain too slow: its producer
+takes 51 µs of the processor's time per message, 19,500 messages a second, of which its encoder of
+AMQP 1.0 takes most; bytes written by Arrow take 4 µs. Its producer also has one publisher per
+stream, and the promise of exactly once needs one per shard and lane.
 """
 
 from __future__ import annotations
