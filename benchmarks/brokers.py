@@ -258,7 +258,7 @@ def kafka_topics(stage: Stage, spark: SparkContext) -> None:
 def rabbitmq_stream(stage: Stage, spark: SparkContext) -> None:
     """Notes rabbitmq_stream_… . The bare client numbers its messages, as a careful one would."""
     from saf.demo import rabbitmq_stream as server
-    from saf.destinations.rabbitmq_stream.protocol import Command, text
+    from saf.destinations.rabbitmq_stream.connection import Command, text
 
     folder = Path(stage.server.data_dir).parent
     with server.serve(folder / "rabbitmq_stream") as there:

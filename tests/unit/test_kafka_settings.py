@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from saf.destinations.kafka import Kafka
 from saf.destinations.kafka.client import Voices, settings_of
 from saf.destinations.kafka.names import brokers
-from saf.destinations.kafka.wire import records
+from saf.destinations.kafka.transactions import records
 from saf.destinations.mapping import mapped
 from saf.errors import Refused
 from saf.testing.forwarder import Forwarder

@@ -14,7 +14,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from saf.destinations.kafka.client import HARMLESS, settings_of
 from saf.destinations.kafka.server import Link
-from saf.destinations.kafka.wire import EVENTS
+from saf.destinations.kafka.transactions import EVENTS
 from saf.destinations.mapping import held_of, said_of, source_of, texts_of
 from saf.destinations.marks import known_of
 from saf.destinations.reading import Reading

@@ -16,9 +16,9 @@ from nats.aio.msg import Msg
 from saf.destinations.mapping import held_of, said_of, source_of
 from saf.destinations.marks import MAIN, Place, known_of
 from saf.destinations.nats import subjects
+from saf.destinations.nats.batches import EVENTS
 from saf.destinations.nats.connection import status
 from saf.destinations.nats.server import STORED, Link
-from saf.destinations.nats.wire import EVENTS
 from saf.destinations.reading import Reading
 from saf.destinations.tables import HELD, TableReading
 from saf.errors import CannotReadBack

@@ -48,11 +48,11 @@ import numpy.typing as npt
 
 from saf.destinations.marks import NOTHING, Known, Mark, Place, read, written
 from saf.destinations.queues import readable
-from saf.destinations.rabbitmq_stream.connection import Connection
-from saf.destinations.rabbitmq_stream.protocol import (
+from saf.destinations.rabbitmq_stream.connection import (
     FIRST,
     NO_STREAM,
     Command,
+    Connection,
     StreamError,
     at,
     frame,

@@ -26,20 +26,20 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 
 from saf.destinations.marks import Known
 from saf.destinations.queues import unusable
-from saf.destinations.rabbitmq_stream.connection import Connection
+from saf.destinations.rabbitmq_stream.connection import (
+    DENIED,
+    LOGINS,
+    NOT_MET,
+    Command,
+    Connection,
+    StreamError,
+    frame,
+)
 from saf.destinations.rabbitmq_stream.journal import (
     DATA,
     KEPT_BYTES,
     SEGMENT_BYTES,
     Journal,
-)
-from saf.destinations.rabbitmq_stream.protocol import (
-    DENIED,
-    LOGINS,
-    NOT_MET,
-    Command,
-    StreamError,
-    frame,
 )
 from saf.destinations.settings import Guarantee
 from saf.errors import Refused, SafError, Unavailable

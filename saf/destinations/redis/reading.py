@@ -15,7 +15,7 @@ from saf.destinations.marks import known_of
 from saf.destinations.reading import Reading
 from saf.destinations.redis import script
 from saf.destinations.redis.server import Link
-from saf.destinations.redis.wire import BODY, EVENTS
+from saf.destinations.redis.streams import BODY, EVENTS
 from saf.destinations.tables import HELD, TableReading
 from saf.errors import CannotReadBack
 
