@@ -116,8 +116,7 @@ def test_each_message_has_the_headers_that_it_has_and_no_others() -> None:
         forwarder.message(key=None, headers=None),
     ]
     what = mapped(
-        "here", forwarder.chunk(rows).rows, forwarder.source,
-        topic="{service}", form="saf", prefix="ce_",
+        "here", forwarder.chunk(rows).rows, forwarder.source, Kafka(brokers="k"), prefix="ce_"
     )  # fmt: skip
     first, second = records(what)
     assert [(topic, body, key) for topic, body, key, _ in (first, second)] == [

@@ -174,14 +174,7 @@ class Transactions(Stepwise[Link]):
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
         link = self._link
         assert link is not None  # noqa: S101 - connected before
-        messages = mapped(
-            self.what,
-            rows,
-            source,
-            topic=self.settings.topic,
-            form=self.settings.format,
-            prefix=EVENTS,
-        )
+        messages = mapped(self.what, rows, source, self.settings, prefix=EVENTS)
         limits = link.limits(topics(self.what, messages, self.settings.marks_topic))
         if messages.count:
             check(self.what, messages, limits)

@@ -145,14 +145,7 @@ class Batches(Stepwise[Link]):
         return [text for text, _, _ in marks]
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
-        messages = mapped(
-            self.what,
-            rows,
-            source,
-            topic=self.settings.topic,
-            form=self.settings.format,
-            prefix=EVENTS,
-        )
+        messages = mapped(self.what, rows, source, self.settings, prefix=EVENTS)
         if messages.count:
             check(self.what, messages, self._largest)
         for subject in map(subjects.subject, messages.topics):

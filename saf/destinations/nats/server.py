@@ -30,7 +30,7 @@ from nats.errors import Error
 from saf.destinations.marks import ABSENT, Known, known_of
 from saf.destinations.nats import subjects
 from saf.destinations.nats.connection import Connection, Message, NoResponders
-from saf.destinations.queues import unusable
+from saf.destinations.queues import ENOUGH, kept_by, unusable
 from saf.destinations.settings import Guarantee
 from saf.errors import Refused, SafError, Unavailable
 
@@ -59,8 +59,6 @@ two make the stream keep the last mark of a place, and no earlier marks."""
 COUNT = re.compile(rb"\r\n%b: *(\d+)\r\n" % STORED.encode())
 EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 """Header with the number of a subject's last message; if it differs, nothing is stored."""
-ENOUGH = 3
-"""Fewest servers that tolerate the loss of one server."""
 
 
 class JetStreamError(Exception):
@@ -327,11 +325,7 @@ def guarantee(link: Link) -> Guarantee:
         findings.append(("its marks pile up", "allow_rollup_hdrs"))
     if not config.get("allow_direct"):
         findings.append(("saf reconcile cannot read it back", "allow_direct"))
-    kept = (
-        "one server has each message; a crash of its process loses nothing that was acknowledged"
-        if replicas == 1
-        else f"{replicas} servers have each message, most of them before it is acknowledged"
-    )
+    kept = kept_by(replicas)
     return Guarantee(
         server=server,
         promise=f"{quality}; {kept}; a loss is detected, and saf rebase repeats the messages",

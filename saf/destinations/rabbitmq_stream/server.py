@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from uuid import NAMESPACE_URL, UUID, uuid5
 
 from saf.destinations.marks import Known
-from saf.destinations.queues import unusable
+from saf.destinations.queues import ENOUGH, kept_by, unusable
 from saf.destinations.rabbitmq_stream.connection import (
     DENIED,
     LOGINS,
@@ -53,8 +53,6 @@ NOTER = 254
 """Number of the publisher of ids: the identity, and the sources."""
 IDENTITY = "identity"
 """Name of the publisher of the identity: the first id counts, because its publishing id is 1."""
-ENOUGH = 3
-"""Fewest servers that tolerate the loss of one server."""
 
 
 class Link:
@@ -216,11 +214,7 @@ def guarantee(link: Link) -> Guarantee:
         )
     elif replicas < ENOUGH:
         findings.append(("two servers work only together", "a cluster of three servers"))
-    kept = (
-        "one server has each message; a crash of its process loses nothing that was acknowledged"
-        if replicas == 1
-        else f"{replicas} servers have each message, most of them before it is acknowledged"
-    )
+    kept = kept_by(replicas)
     return Guarantee(
         server=server,
         promise=f"{quality}; {kept}; the loss of a server's marks is detected, and saf rebase "

@@ -235,14 +235,7 @@ class Streams:
         return batches
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
-        messages = mapped(
-            self.what,
-            rows,
-            source,
-            topic=self.settings.topic,
-            form=self.settings.format,
-            prefix=amqp.EVENTS,
-        )
+        messages = mapped(self.what, rows, source, self.settings, prefix=amqp.EVENTS)
         for topic in messages.topics:
             if len(topic.encode()) > LONGEST:
                 raise Rejected(self.what, f"its stream's name has more than {LONGEST} bytes")

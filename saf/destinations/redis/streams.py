@@ -80,15 +80,7 @@ class Streams(Stepwise[Link]):
         return link.read(source, places)
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
-        messages = mapped(
-            self.what,
-            rows,
-            source,
-            topic=self.settings.topic,
-            form=self.settings.format,
-            prefix=EVENTS,
-            reserved=[BODY],
-        )
+        messages = mapped(self.what, rows, source, self.settings, prefix=EVENTS, reserved=[BODY])
         largest = pc.max(pc.binary_length(messages.body)).as_py() or 0
         if largest > self._largest:
             raise Rejected(

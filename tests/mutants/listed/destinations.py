@@ -673,7 +673,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a host that accepts and does not greet holds up a healthy cluster",
         "saf/destinations/addresses.py",
-        "        except OSError:\n            continue\n",
+        "        except errors:\n            continue\n",
         "        except ConnectionRefusedError:\n            continue\n",
         "contract/test_nats_places.py::test_a_host_that_is_stopped_before_it_greets_leaves_its_turn_to_the_next_one",
     ),
