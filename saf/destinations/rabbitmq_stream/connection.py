@@ -51,6 +51,8 @@ FIRST = struct.pack(">H", 1)
 
 LARGEST = 256 << 20
 """Largest frame that this side accepts, in bytes; the server's limit is lower."""
+DATA = b"\0\x53\x75\xb0"
+"""Start of a body in AMQP 1.0; its size follows."""
 CREDIT = 20
 """Chunks of a stream that the server may send ahead of reading."""
 
@@ -289,6 +291,14 @@ class Connection:
         while self.confirmed < count:
             self._receive()
 
+    def add(self, publisher: int, text: str, *, number: int = 0) -> None:
+        """Add an entry of text, with a publishing id; durable on return."""
+        body, before = text.encode(), self.confirmed
+        entry = DATA + struct.pack(">I", len(body)) + body
+        head = struct.pack(">BIQI", publisher, 1, number, len(entry))
+        self.send(frame(Command.PUBLISH, head + entry))
+        self.confirm(before + 1)
+
     # Reading
 
     @contextmanager
@@ -401,3 +411,8 @@ def delivered(data: bytes) -> Chunk:
         entries.append(data[offset + 4 : offset + 4 + size])
         offset += 4 + size
     return Chunk(first=values[6], entries=entries)
+
+
+def text_of(entry: bytes) -> str:
+    """Return the text of an entry that `Connection.add` has added."""
+    return entry[len(DATA) + 4 :].decode()

@@ -18,7 +18,6 @@ syncs its files. So the number of servers that lose power together decides.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -30,13 +29,11 @@ from saf.destinations.rabbitmq_stream.connection import (
     DENIED,
     LOGINS,
     NOT_MET,
-    Command,
     Connection,
     StreamError,
-    frame,
+    text_of,
 )
 from saf.destinations.rabbitmq_stream.journal import (
-    DATA,
     KEPT_BYTES,
     SEGMENT_BYTES,
     Journal,
@@ -143,19 +140,14 @@ class Link:
         identities: list[UUID] = []
         with self.connection.chunks(stream) as following:
             while (chunk := following(wait=False)) is not None:
-                identities += [UUID(entry[len(DATA) + 4 :].decode()) for entry in chunk.entries]
+                identities += [UUID(text_of(entry)) for entry in chunk.entries]
         return identities
 
     def _note(self, text: str, *, number: int, by: str = "") -> None:
         """Add an id to the stream of the identity."""
-        connection, encoded = self.connection, text.encode()
-        connection.declare({NOTER: (by, self.settings.marks)})
-        entry = DATA + struct.pack(">I", len(encoded)) + encoded
-        head = struct.pack(">BIQI", NOTER, 1, number, len(entry))
-        before = connection.confirmed
-        connection.send(frame(Command.PUBLISH, head + entry))
-        connection.confirm(before + 1)
-        connection.forget([NOTER])
+        self.connection.declare({NOTER: (by, self.settings.marks)})
+        self.connection.add(NOTER, text, number=number)
+        self.connection.forget([NOTER])
 
     def close(self) -> None:
         """Close the connection."""
