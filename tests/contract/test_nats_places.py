@@ -7,6 +7,7 @@ import binascii
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -22,6 +23,7 @@ from saf.errors import Refused, Unavailable
 from saf.testing.forwarder import Forwarder
 from tests.certificates import certificate
 from tests.nats_server import NatsServer, nats_server
+from tests.needed import absent
 from tests.queue_suite import ids
 from tests.redis_server import free_port
 from tests.silence import silent_host
@@ -30,6 +32,8 @@ from tests.waits import until
 
 def nkey(folder: Path) -> tuple[str, Path]:
     """A user's public key, and the file of its seed, as `nk` writes it."""
+    if find_spec("nkeys") is None:
+        absent("nkeys", "pip install 'nats-py[nkeys]'")
     key = Ed25519PrivateKey.generate()
     seed = bytes([(18 << 3) | (20 << 3) >> 5, ((20 << 3) & 31) << 3]) + key.private_bytes_raw()
     public = bytes([20 << 3]) + key.public_key().public_bytes_raw()

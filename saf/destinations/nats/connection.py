@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -30,7 +31,6 @@ from saf.destinations.queues import client_needed, unusable
 if TYPE_CHECKING:
     from saf.destinations.nats import Nats
 
-# A seed is base 32: two bytes for its type, 32 bytes of the key, and a checksum of two bytes.
 SEED = re.compile(r"\bS[A-Z2-7]{57}\b")
 JWT = re.compile(r"-----BEGIN NATS USER JWT-----\s*(\S+)\s*-")
 CLOSE_SECONDS = 1
@@ -59,8 +59,7 @@ class Connection:
     def __init__(self, name: str, settings: Nats) -> None:
         self._numbers = itertools.count()
         self._login = login_of(name, settings)
-        with client_needed(name, "nats"):
-            first_of(settings.address.hosts, lambda host, port: self._open(host, port, settings))
+        first_of(settings.address.hosts, lambda host, port: self._open(host, port, settings))
         self._seconds = settings.bounds.statement_seconds
 
     def _open(self, host: str, port: int, settings: Nats) -> None:
@@ -130,8 +129,9 @@ class Connection:
     def close(self) -> None:
         """Close the connection."""
         self._seconds = CLOSE_SECONDS
-        with suppress(OSError, Error):
-            self._run(self._client.close())
+        if self._client.is_connected or self._client.is_connecting:
+            with suppress(OSError, Error):
+                self._run(self._client.close())
         self._runner.close()
 
     def inbox(self) -> str:
@@ -222,13 +222,23 @@ def login_of(name: str, settings: Nats) -> dict[str, Any]:
     destination = f"destination {name!r}"
     text = _text(destination, file)
     seed = SEED.search(text)
-    if seed is None:
+    if seed is None or not _is_seed(name, seed[0]):
         raise unusable(destination, f"{file} has no seed of an nkey", "name a file that has one")
     if settings.nkey_file is not None:
         return {"nkeys_seed_str": seed[0]}
     if JWT.search(text) is None:
         raise unusable(destination, f"{file} has no JWT of a user", "name a file of credentials")
     return {"user_credentials": RawCredentials(text)}
+
+
+def _is_seed(name: str, seed: str) -> bool:
+    with client_needed(name, "nats"):
+        nkeys = import_module("nkeys")
+    try:
+        nkeys.from_seed(bytearray(seed.encode())).wipe()
+    except (ValueError, nkeys.NkeysError):
+        return False
+    return True
 
 
 def _text(destination: str, file: Path) -> str:
