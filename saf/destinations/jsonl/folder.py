@@ -40,7 +40,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import UUID
 
 import numpy as np
@@ -60,7 +60,7 @@ from saf.destinations.jsonl.state import (
 from saf.destinations.marks import NOTHING, Mark, Place
 from saf.destinations.places import guarded, judged, refuse
 from saf.destinations.reading import Reading
-from saf.destinations.tables import HELD, TableReading
+from saf.destinations.tables import HELD, Held, TableReading
 from saf.destinations.texts import TEXT, in_quotes, moments, quoted, uuids, whole
 from saf.errors import CannotReadBack, Rejected, Unavailable
 from saf.failpoints import fail_point
@@ -319,16 +319,19 @@ def _held(name: str, folder: Path, source: UUID) -> pa.Table:
 
 
 def _table(file: Path) -> pa.Table:
-    """Return the columns required for each line. Python reads the lines one by one."""
-    columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
+    """Return the messages of a file."""
+    held = Held()
     with file.open("rb") as lines:
         for line in lines:
             message = json.loads(line)
             to_broker = message.get("to_broker")
-            columns["message_id"].append(UUID(message["message_id"]).bytes)
-            columns["shard"].append(message["shard"])
-            columns["to_service"].append(message["to_service"])
-            columns["to_broker"].append(to_broker and UUID(to_broker).bytes)
-            columns["key"].append(message.get("key"))
-            columns["created_at"].append(datetime.fromisoformat(message["created_at"]))
-    return pa.table(columns, schema=HELD)
+            held.add(
+                {
+                    **message,
+                    "message_id": UUID(message["message_id"]).bytes,
+                    "to_broker": to_broker and UUID(to_broker).bytes,
+                    "key": message.get("key"),
+                    "created_at": datetime.fromisoformat(message["created_at"]),
+                }
+            )
+    return held.table()

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 from uuid import UUID
 
-import pyarrow as pa
 from nats.aio.msg import Msg
 
 from saf.destinations.mapping import held_of, said_of, source_of
@@ -20,7 +19,7 @@ from saf.destinations.nats.batches import EVENTS
 from saf.destinations.nats.connection import status
 from saf.destinations.nats.server import STORED, Link
 from saf.destinations.reading import Reading
-from saf.destinations.tables import HELD, TableReading
+from saf.destinations.tables import Held, TableReading
 from saf.errors import CannotReadBack
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
         yield TableReading(
             name=name,
             is_=identity,
-            read=lambda source: moments[source].held(),
+            read=lambda source: moments[source].held.table(),
             knows=lambda source: known_of(identity, moments[source].marks),
         )
 
@@ -75,7 +74,7 @@ class Moment:
         """Number of messages ever stored."""
         self.found = 0
         self.marks: dict[Place, str] = {}
-        self._columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
+        self.held = Held()
 
     def learn(self, questions: Questions, source: UUID) -> None:
         """Request the marks of a source."""
@@ -90,12 +89,7 @@ class Moment:
         """Add a message, if it existed at that moment."""
         if sequence <= self.until:
             self.found += 1
-            for name, value in held_of(said, EVENTS).items():
-                self._columns[name].append(value)
-
-    def held(self) -> pa.Table:
-        """Return the columns required for each message."""
-        return pa.table(self._columns, schema=HELD)
+            self.held.add(held_of(said, EVENTS))
 
 
 class Questions:

@@ -788,8 +788,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "messages that a limit has removed from a stream are taken for lost",
         f"{RABBITMQ_STREAM}/reading.py",
-        "            if missing := _read(link.connection, stream, columns):",
-        "            if (missing := _read(link.connection, stream, columns)) and False:",
+        "            if missing := _read(link.connection, stream, held):",
+        "            if (missing := _read(link.connection, stream, held)) and False:",
         f"{RABBITMQ}::test_what_the_stream_has_removed_is_not_taken_for_lost",
     ),
     mutant(
