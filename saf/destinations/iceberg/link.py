@@ -57,7 +57,7 @@ from sqlalchemy import URL, inspect, make_url
 from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
 from saf.database.sqlstates import to_mend
-from saf.destinations.iceberg import file_of, is_sql, libpq, place
+from saf.destinations.iceberg.address import file_of, is_sql, libpq, place
 from saf.destinations.iceberg.marks import MarksDamaged, MarksExpired, state_of
 from saf.destinations.lake.settings import said
 from saf.destinations.lake.state import DESTINATION, State

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from pyiceberg.io import load_file_io
 
-from saf.destinations.iceberg import file_of, is_sql
+from saf.destinations.iceberg.address import file_of, is_sql
 from saf.destinations.iceberg.link import Link
 from saf.destinations.lake.settings import compactable, untested
 from saf.destinations.settings import Guarantee

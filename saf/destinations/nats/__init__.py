@@ -15,8 +15,8 @@ The address is a URL without a login. It names one server, or the servers of a c
     tls://host                  one server, with TLS
 
 `saf.destinations.nats.batches` describes how a chunk is stored, `saf.destinations.nats.subjects`
-the subjects. The client is nats-py (`saf.destinations.nats.connection`): 1,000 messages of an
-atomic batch cost it 19 ms of the processor's time; bytes written by Arrow would take 6 ms.
+the subjects. The client is nats-py (`saf.destinations.nats.connection`). A message costs it 21 µs
+of the processor's time; bytes written by Arrow would take 6.
 """
 
 from __future__ import annotations

@@ -63,7 +63,6 @@ FEW_ROWS = 300
 """Messages of a batch with more places: each may need two marks."""
 ONLY_MARKS = 900
 
-
 EVENTS = "ce-"
 """Prefix of CloudEvents attributes, as the binding for NATS defines it."""
 

@@ -35,7 +35,7 @@ SEED = re.compile(r"\bS[A-Z2-7]{57}\b")
 JWT = re.compile(r"-----BEGIN NATS USER JWT-----\s*(\S+)\s*-")
 CLOSE_SECONDS = 1
 PENDING_BYTES = 64 << 20
-"""Bytes that wait to be sent; a larger message is sent at once."""
+"""Most bytes that wait until a task of the client sends them."""
 
 Answer = TypeVar("Answer")
 
@@ -85,21 +85,21 @@ class Connection:
         async def closed() -> None:
             await failed(self._client.last_error or StaleConnectionError())
 
-        scheme, at = (
-            ("tls" if settings.address.tls else "nats"),
-            f"[{host}]" if ":" in host else host,
-        )
+        secure = settings.address.tls
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         await self._client.connect(
-            f"{scheme}://{at}:{port}",
+            f"{'tls' if secure else 'nats'}://{at}",
             name="saf",
             allow_reconnect=False,
             connect_timeout=math.ceil(self._seconds),
             pending_size=PENDING_BYTES,
-            tls=context_of(settings),
+            tls=context_of(settings) if secure else None,
             error_cb=failed,
             closed_cb=closed,
             **self._login,
         )
+        if not self._client.is_connected:  # something came before the PONG: nothing would be sent
+            raise ConnectionResetError("the server has not completed its greeting")
         self._inbox = self._client.new_inbox()
         await self._client.subscribe(
             f"{self._inbox}.*", cb=self._receive, pending_msgs_limit=0, pending_bytes_limit=0
