@@ -251,7 +251,7 @@ def kafka_topics(stage: Stage, spark: SparkContext) -> None:
 
 def rabbitmq_stream(stage: Stage, spark: SparkContext) -> None:
     """Notes rabbitmq_stream_… . The bare client numbers its messages, as a careful one would."""
-    from saf.destinations.rabbitmq_stream.protocol import Command, text
+    from saf.destinations.rabbitmq_stream.connection import Command, text
 
     folder = Path(stage.server.data_dir).parent
     with serve("rabbitmq_stream", folder / "rabbitmq_stream") as there:

@@ -57,8 +57,7 @@ from pydantic_settings import (
 
 from saf.database import Dsn, refuse_unescaped, without_driver
 from saf.database.bounds import Bounds
-from saf.destinations.archives import table_at
-from saf.destinations.kinds import DEFAULT, AnyDestination, settings_of
+from saf.destinations.kinds import DEFAULT, AnyDestination, settings_of, table_at
 from saf.destinations.settings import Connections, DestinationSettings, DsnField, Quality, within
 from saf.dispatch.settings import Endpoint, Network
 from saf.errors import ConfigurationError, MissingExtra, UsageError

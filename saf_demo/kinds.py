@@ -148,11 +148,11 @@ def of_nats(settings: Nats) -> Iterator[Received]:
         for message in Questions("nats", link).messages(sys.maxsize):
             headers = {
                 name: unquote(value)
-                for name, value in message.headers().items()
+                for name, value in (message.headers or {}).items()
                 if not name.startswith("Nats-")
             }
             if "saf-id" in headers:  # not a mark
-                yield _from_headers(headers, message.body)
+                yield _from_headers(headers, message.data)
 
 
 @contextmanager

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from nats.aio.msg import Msg
+from nats.errors import Error
+
 from saf.database.bounds import Bounds
 from saf.destinations.nats import Nats
-from saf.destinations.nats.connection import Connection, NatsError, NoResponders, Received
+from saf.destinations.nats.connection import Connection, NoResponders, status
 from saf.destinations.nats.server import answered
 from saf_demo import servers
 from saf_demo.servers import free_port
@@ -56,10 +59,10 @@ class NatsServer(Killable):
         assert self.process.poll() is None, (self.folder / "log").read_text()
         try:
             self.ask("$JS.API.INFO")
-        except (NatsError, ssl.SSLError):
+        except (OSError, NoResponders) as error:
+            return isinstance(error, ssl.SSLError)
+        except Error:
             return True
-        except (OSError, NoResponders):
-            return False
         return True
 
     @contextmanager
@@ -78,21 +81,21 @@ class NatsServer(Killable):
         for name in self.ask("$JS.API.STREAM.NAMES")["streams"] or ():
             self.ask(f"$JS.API.STREAM.DELETE.{name}")
 
-    def messages(self, stream: str = "SAF") -> list[Received]:
+    def messages(self, stream: str = "SAF") -> list[Msg]:
         """The messages of a stream that are no marks, in their order."""
         if stream not in (self.ask("$JS.API.STREAM.NAMES")["streams"] or ()):
             return []
-        found: list[Received] = []
+        found: list[Msg] = []
         with self.connected() as one:
             more, first = True, 1
             while more:
                 more = False
                 asked = json.dumps({"seq": first, "batch": 1000}).encode()
                 for answer in one.answers(f"$JS.API.DIRECT.GET.{stream}", asked):
-                    if answer.status:
-                        more = int(answer.headers().get("Nats-Num-Pending", 0)) > 0
+                    said = answer.headers or {}
+                    if status(answer):
+                        more = int(said.get("Nats-Num-Pending", 0)) > 0
                         break
-                    said = answer.headers()
                     first = int(said["Nats-Sequence"]) + 1
                     if not said["Nats-Subject"].startswith("saf-marks."):
                         found.append(answer)
@@ -101,9 +104,9 @@ class NatsServer(Killable):
     def entries(self, topic: str = "billing") -> list[Mapping[str, str]]:
         """The headers of a topic's messages, and the ``body``, in their order."""
         return [
-            {name: unquote(value) for name, value in said.items()} | {"body": one.body.decode()}
+            {name: unquote(value) for name, value in said.items()} | {"body": one.data.decode()}
             for one in self.messages()
-            if (said := one.headers())["Nats-Subject"] == f"saf.{topic}"
+            if (said := one.headers or {})["Nats-Subject"] == f"saf.{topic}"
         ]
 
 

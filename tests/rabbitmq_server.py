@@ -17,8 +17,8 @@ from pydantic import SecretStr
 
 from saf.database.bounds import Bounds
 from saf.destinations.rabbitmq_stream import RabbitmqStream, amqp
-from saf.destinations.rabbitmq_stream.connection import Connection
-from saf.destinations.rabbitmq_stream.protocol import (
+from saf.destinations.rabbitmq_stream.connection import (
+    Connection,
     StreamError,
 )
 from saf.destinations.rabbitmq_stream.reading import entries

@@ -3,8 +3,8 @@
     SCHEME://host:port/vhost          one server; without a path, the virtual host ``/``
     SCHEME://host,host:port           a cluster: the first host that answers
 
-`parse` rejects a URL that contains a login, because settings contain the login separately. Several
-kinds of destination share this module; kinds that parse URLs of their own use the other functions.
+An address that contains a login is rejected, because settings contain the login separately. Kinds
+whose URLs have another form use `without_login` and `hosts_of`.
 
 The operating system of a host accepts connections even while the server process is stopped. So
 `first_of` also tries the next host if a host accepts a connection and then does not answer in time.
@@ -18,9 +18,11 @@ import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
+
+if TYPE_CHECKING:
+    from saf.destinations.linked import SecuredSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +32,6 @@ class Address:
     hosts: tuple[tuple[str, int], ...]
     virtual_host: str
     tls: bool
-
-
-class OfTls(Protocol):
-    """TLS settings: how to check the server's certificate, and the client's own certificate."""
-
-    ca_file: Path | None
-    certificate_file: Path | None
-    key_file: Path | None
 
 
 def parse(text: str, ports: Mapping[str, int], secure: str, named: str) -> Address:
@@ -55,27 +49,55 @@ def parse(text: str, ports: Mapping[str, int], secure: str, named: str) -> Addre
     Raises:
         ValueError: the address is invalid.
     """
-    if "@" in text:
-        raise ValueError("give a login by username = … and password = …, not in the address")
-    scheme, _, rest = text.partition("://")
+    scheme, _, rest = without_login(text).partition("://")
     if scheme not in ports or not rest:
         raise ValueError(f"{text!r} is not an address of a {named}")
     places, slash, path = rest.partition("/")
     if "/" in path or "?" in path or (slash and not path):
         raise ValueError(f"{text!r}: a virtual host is one name, with %2F for a slash in it")
-    hosts = tuple(_host(text, place, ports[scheme]) for place in places.split(","))
+    hosts = hosts_of(text, places, ports[scheme])
     return Address(hosts=hosts, virtual_host=unquote(path) or "/", tls=scheme == secure)
 
 
-def _host(text: str, place: str, port: int) -> tuple[str, int]:
-    url = urlsplit(f"//{place}")
-    try:
-        host, url_port = url.hostname, url.port
-    except ValueError as error:
-        raise ValueError(f"{text!r}: {error}") from None
-    if not host or url.query:
-        raise ValueError(f"{text!r} lacks a host, or has something after it")
-    return named_host(text, host), url_port or port
+def without_login(text: str) -> str:
+    """Return an address.
+
+    Raises:
+        ValueError: it may contain a login, which is not quoted.
+    """
+    if "@" in text:
+        raise ValueError("give a login by username = … and password = …, not in the address")
+    return text
+
+
+def hosts_of(
+    text: str, places: str, port: int, wrong: str = "lacks a host, or has something after it"
+) -> tuple[tuple[str, int], ...]:
+    """Return the hosts of an address, each with its port.
+
+    >>> hosts_of("k1,[::1]:7000", "k1,[::1]:7000", 9092)
+    (('k1', 9092), ('::1', 7000))
+
+    Args:
+        text: the address.
+        places: the part of it that names hosts.
+        port: the default port.
+        wrong: how an error describes an invalid list of hosts.
+
+    Raises:
+        ValueError: the list is invalid.
+    """
+    hosts = []
+    for place in places.split(","):
+        url = urlsplit(f"//{place.strip()}")
+        try:
+            host, url_port = url.hostname, url.port
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from None
+        if not host or url.query or url.path.strip("/"):
+            raise ValueError(f"{text!r} {wrong}")
+        hosts.append((named_host(text, host), url_port or port))
+    return tuple(hosts)
 
 
 @contextmanager
@@ -110,8 +132,12 @@ def named_host(text: str, host: str) -> str:
     return host
 
 
-def first_of(hosts: Sequence[tuple[str, int]], open_host: Callable[[str, int], None]) -> None:
-    """Call ``open_host`` for each host until a call raises no `OSError`.
+def first_of(
+    hosts: Sequence[tuple[str, int]],
+    open_host: Callable[[str, int], None],
+    errors: tuple[type[Exception], ...] = (OSError,),
+) -> None:
+    """Call ``open_host`` for each host until a call raises none of ``errors``.
 
     If ``open_host`` raises, it must close its connection first. The last host's error is raised.
     """
@@ -119,7 +145,7 @@ def first_of(hosts: Sequence[tuple[str, int]], open_host: Callable[[str, int], N
     for host in rest:
         try:
             return open_host(*host)
-        except OSError:
+        except errors:
             continue
     return open_host(*last)
 
@@ -133,7 +159,7 @@ def connect(host: str, port: int, seconds: float) -> socket.socket:
     return connection
 
 
-def context_of(settings: OfTls) -> ssl.SSLContext:
+def context_of(settings: SecuredSettings) -> ssl.SSLContext:
     """Return the TLS context for these settings."""
     context = ssl.create_default_context(cafile=settings.ca_file)
     if settings.certificate_file is not None:

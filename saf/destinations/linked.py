@@ -1,4 +1,4 @@
-"""Settings of kinds that use a link: a connection of saf's own with bounded waits.
+"""Settings of kinds that use a link: a connection of saf's own with bounded waits, maybe with TLS.
 
 The driver uses a link to ask a destination for its identity and its marks. Each kind defines how
 its links are made.
@@ -8,22 +8,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Self
 from uuid import UUID
 
-from pydantic import PrivateAttr
+from pydantic import PrivateAttr, model_validator
 
 from saf.database.bounds import Bounds
 from saf.destinations.marks import Known
 from saf.destinations.settings import DestinationSettings
-
-
-class Certificates(Protocol):
-    """Fields of settings with TLS."""
-
-    ca_file: Path | None
-    certificate_file: Path | None
-    key_file: Path | None
 
 
 class LinkedSettings(DestinationSettings):
@@ -62,12 +54,33 @@ class LinkedSettings(DestinationSettings):
             return known
 
 
-def check_certificates(given: Certificates, needed: str | None) -> None:
-    """Raise a ValueError for a certificate without its key, or for certificates without TLS.
+class SecuredSettings(LinkedSettings):
+    """Base class for the settings of kinds with TLS."""
 
-    ``needed`` is how to turn TLS on; None if it is on.
-    """
-    if (given.certificate_file is None) != (given.key_file is None):
-        raise ValueError("certificate_file and key_file are given together")
-    if needed is not None and (given.ca_file or given.certificate_file):
-        raise ValueError(f"certificates need {needed}")
+    turn_on_tls: ClassVar[str]
+    """How to turn TLS on, for an error."""
+
+    ca_file: Path | None = None
+    """With TLS: CA certificates that verify the server's. Default: the system's."""
+    certificate_file: Path | None = None
+    """With TLS: the client's certificate."""
+    key_file: Path | None = None
+    """With TLS: the key of the client's certificate."""
+
+    @property
+    def address(self) -> Any:
+        """Address of the server, in the kind's own form, with ``tls``."""
+        raise NotImplementedError
+
+    @property
+    def uses_tls(self) -> bool:
+        """Return True if TLS is on."""
+        return bool(self.address.tls)
+
+    @model_validator(mode="after")
+    def _has_what_tls_needs(self) -> Self:
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file are given together")
+        if not self.uses_tls and (self.ca_file or self.certificate_file):
+            raise ValueError(f"certificates need {self.turn_on_tls}")
+        return self

@@ -39,7 +39,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations.events import attributes_of, carried, events
-from saf.destinations.queues import Format
+from saf.destinations.queues import Format, QueueSettings
 from saf.destinations.texts import TEXT, moments, uuids, whole
 from saf.errors import Rejected
 
@@ -147,9 +147,8 @@ def mapped(
     where: str,
     rows: pa.Table,
     source: UUID,
+    settings: QueueSettings,
     *,
-    topic: str,
-    form: Format,
     prefix: str,
     reserved: Collection[str] = (),
 ) -> Mapped:
@@ -159,15 +158,14 @@ def mapped(
         where: the destination, for errors.
         rows: the messages.
         source: the broker_id of their source.
-        topic: the template of their topics.
-        form: the names of headers.
+        settings: the template of their topics, and the names of headers.
         prefix: the prefix of CloudEvents attributes.
         reserved: more names that senders' own headers must not have.
 
     Raises:
         Rejected: a sender's headers cannot be sent.
     """
-    rows = rows.combine_chunks()
+    rows, form = rows.combine_chunks(), settings.format
     columns: dict[str, Column] = {}
     for one in HEADERS:
         values = _said(rows, one.column, source, form)
@@ -182,7 +180,7 @@ def mapped(
         headers[version] = "1.0"
     if whole_events:
         taken.update(names("saf", prefix).values())
-    topics = whole(_topics(rows, source, topic)).dictionary_encode()
+    topics = whole(_topics(rows, source, settings.topic)).dictionary_encode()
     texts = whole(rows["headers"]).dictionary_encode(null_encoding="encode")
     own = [_own(where, text, taken) for text in texts.dictionary.to_pylist()]
     indices = texts.indices.to_numpy().astype(np.int64)

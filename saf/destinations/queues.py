@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 from pydantic import AfterValidator
 
 from saf.destinations import Destination
-from saf.destinations.linked import LinkedSettings
+from saf.destinations.linked import SecuredSettings
 from saf.destinations.reading import Reading
 from saf.destinations.settings import Guarantee
 from saf.errors import Refused
@@ -33,6 +33,8 @@ PLACEHOLDERS = {
 """Placeholders in a template of topics, each with its meaning."""
 
 FOLDER = "saf.destinations"
+ENOUGH = 3
+"""Fewest servers that tolerate the loss of one server."""
 
 
 def _template(text: str) -> str:
@@ -61,7 +63,7 @@ def _template(text: str) -> str:
 Topic = Annotated[str, AfterValidator(_template)]
 
 
-class QueueSettings(LinkedSettings):
+class QueueSettings(SecuredSettings):
     """Base class for the settings of queues.
 
     A kind is a folder of `saf.destinations` with its name. The modules of the folder are imported
@@ -75,8 +77,8 @@ class QueueSettings(LinkedSettings):
 
     client: ClassVar[str | None] = None
     """Module of the client; None if saf speaks the protocol itself."""
-    stores: ClassVar[str]
-    """Module and class of the destination, such as `streams.Streams`."""
+    stores: ClassVar[tuple[str, str]]
+    """Module and class of the destination."""
 
     topic: Topic = "{service}"
     """Template of the topic that messages are stored under, with `{service}`, `{message_type}`,
@@ -87,7 +89,7 @@ class QueueSettings(LinkedSettings):
 
     def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
         """Return the destination; see `DestinationSettings.open`."""
-        module, _, destination = self.stores.partition(".")
+        module, destination = self.stores
         return cast("Destination", getattr(self._module(name, module), destination)(name, self))
 
     @classmethod
@@ -98,7 +100,7 @@ class QueueSettings(LinkedSettings):
                 import_module(cls.client)
         except ImportError:
             return
-        import_module(f"{FOLDER}.{cls._folder()}.{cls.stores.partition('.')[0]}")
+        import_module(f"{FOLDER}.{cls._folder()}.{cls.stores[0]}")
 
     @classmethod
     def _folder(cls) -> str:
@@ -143,6 +145,16 @@ class QueueSettings(LinkedSettings):
         with self.connected(name) as link:
             link.look()
         yield from ()
+
+
+def kept_by(servers: int) -> str:
+    """Return the part of a promise that depends on how many servers keep each message."""
+    if servers == 1:
+        return (
+            "one server has each message; a crash of its process loses nothing that was "
+            "acknowledged"
+        )
+    return f"{servers} servers have each message, most of them before it is acknowledged"
 
 
 def unusable(what: str, reason: str, cure: str) -> Refused:

@@ -5,7 +5,7 @@ A message takes about 100 bytes. The figures are the same as PostgreSQL's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -25,6 +25,22 @@ HELD = pa.schema([
 """Columns required for each message."""
 
 Numbers = npt.NDArray[np.uint32]
+
+
+class Held:
+    """A source's messages, which Python reads one by one."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
+
+    def add(self, message: Mapping[str, Any]) -> None:
+        """Add a message, with the columns `HELD`."""
+        for name, values in self._columns.items():
+            values.append(message[name])
+
+    def table(self) -> pa.Table:
+        """Return the messages."""
+        return pa.table(self._columns, schema=HELD)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ import psycopg
 from saf.broker import health
 from saf.config import Purge
 from saf.database import Dsn, fetch
-from saf.destinations.archives import archive_at
+from saf.destinations.kinds import archive_at
 from saf.dialogs import conversations
 from saf.engine import kept_results
 from saf.errors import MayNotPurge

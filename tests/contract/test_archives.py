@@ -14,8 +14,8 @@ import pytest
 from deltalake import DeltaTable
 
 from saf.database import Dsn
-from saf.destinations.archives import archive_at, table_at
 from saf.destinations.delta import Delta
+from saf.destinations.kinds import archive_at, table_at
 from saf.errors import Refused, Unavailable
 from saf.failpoints import arm
 from saf.log.ring import Contents

@@ -10,11 +10,11 @@ from urllib.parse import unquote
 from uuid import UUID
 
 import pytest
+from nats.aio.msg import Msg
 from pydantic import SecretStr
 
 from saf.destinations.mapping import HEADERS, names
 from saf.destinations.nats import Nats
-from saf.destinations.nats.connection import Received
 from saf.testing.conformance import DestinationConformance, Read, Row, WhileUnavailable
 from tests.nats_server import NatsServer, nats_server
 from tests.whole_events import Found, LimitedWholeEventsSuite
@@ -29,16 +29,16 @@ UUIDS, MOMENTS = (
 COLUMNS = [*(one.column for one in HEADERS if one.column not in ("source", "shard")), "body"]
 
 
-def message(one: Received, form: Any) -> Row:
+def message(one: Msg, form: Any) -> Row:
     """The columns of a message, from one of a stream."""
-    headers = one.headers()
+    headers = one.headers or {}
     of = names(form, "ce-")
     said: dict[str, Any] = {
         column: unquote(headers[name]) for column, name in of.items() if name in headers
     }
     said |= {name: UUID(said[name]) for name in UUIDS if name in said}
     said |= {name: datetime.fromisoformat(said[name]) for name in MOMENTS if name in said}
-    return dict.fromkeys(COLUMNS) | said | {"body": one.body}
+    return dict.fromkeys(COLUMNS) | said | {"body": one.data}
 
 
 class TestNats(DestinationConformance):
@@ -99,7 +99,7 @@ class TestNatsInWholeEvents(LimitedWholeEventsSuite):
     def found(self, queue: NatsServer) -> Found:
         def read() -> list[tuple[Mapping[str, str], bytes]]:
             return [
-                ({name: unquote(value) for name, value in one.headers().items()}, one.body)
+                ({name: unquote(value) for name, value in (one.headers or {}).items()}, one.data)
                 for one in queue.messages()
             ]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -15,13 +17,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from pydantic import SecretStr
 
 from saf.database.bounds import Bounds
-from saf.destinations.nats import Nats, connection
-from saf.destinations.nats.connection import Connection
+from saf.destinations.nats import Nats
+from saf.destinations.nats.connection import Connection, login_of
 from saf.errors import Refused, Unavailable
 from saf.testing.forwarder import Forwarder, all_stored
 from saf_demo.servers import free_port
 from tests.certificates import certificate
 from tests.nats_server import NatsServer, nats_server
+from tests.needed import absent
 from tests.queue_suite import ids
 from tests.silence import silent_host
 from tests.waits import until
@@ -29,6 +32,8 @@ from tests.waits import until
 
 def nkey(folder: Path) -> tuple[str, Path]:
     """A user's public key, and the file of its seed, as `nk` writes it."""
+    if find_spec("nkeys") is None:
+        absent("nkeys", "pip install 'nats-py[nkeys]'")
     key = Ed25519PrivateKey.generate()
     seed = bytes([(18 << 3) | (20 << 3) >> 5, ((20 << 3) & 31) << 3]) + key.private_bytes_raw()
     public = bytes([20 << 3]) + key.public_key().public_bytes_raw()
@@ -94,21 +99,20 @@ def test_who_may_write_there_does_and_nobody_else(tmp_path: Path, place: str) ->
         assert "hunter2" not in str(caught.value)
 
 
-def test_credentials_are_a_jwt_and_a_signature_of_the_servers_nonce(tmp_path: Path) -> None:
-    public, seed = nkey(tmp_path)
+def test_a_file_of_a_login_that_has_none_is_refused(tmp_path: Path) -> None:
+    _, seed = nkey(tmp_path)
     file = tmp_path / "saf.creds"
     file.write_text(
         "-----BEGIN NATS USER JWT-----\neyJ0.eyJq.c2ln\n------END NATS USER JWT------\n\n"
         f"-----BEGIN USER NKEY SEED-----\n{seed.read_text()}------END USER NKEY SEED------\n"
     )
-    said = connection.said("events", Nats(server="nats://n", creds_file=file), "nonce")
-    assert (set(said), said["jwt"]) == ({"jwt", "sig"}, "eyJ0.eyJq.c2ln")
-    same = connection.said("events", Nats(server="nats://n", nkey_file=seed), "nonce")
-    assert same == {"nkey": public, "sig": said["sig"]}
+    assert set(login_of("events", Nats(server="nats://n", creds_file=file))) == {"user_credentials"}
     with pytest.raises(Refused, match="has no JWT of a user"):
-        connection.said("events", Nats(server="nats://n", creds_file=seed), "nonce")
+        login_of("events", Nats(server="nats://n", creds_file=seed))
+    with pytest.raises(Refused, match="has no seed of an nkey"):
+        login_of("events", Nats(server="nats://n", nkey_file=Path(__file__)))
     with pytest.raises(Refused, match="cannot be read"):
-        connection.said("events", Nats(server="nats://n", creds_file=tmp_path / "x"), "nonce")
+        login_of("events", Nats(server="nats://n", creds_file=tmp_path / "x"))
 
 
 @pytest.fixture
@@ -192,11 +196,13 @@ def test_a_server_that_pings_and_does_not_answer_is_not_waited_for_without_end(
         bounds = Bounds(network_seconds=1, statement_seconds=1)
         events = Nats(server=server.address).bounded(bounds)
         with (
-            closing(Connection("events", events)) as silent,
+            socket.create_connection(("127.0.0.1", server.port)) as silent,
             closing(Connection("events", events)) as asking,
         ):
-            silent.write(b"SUB silent 2\r\nPING\r\n")
-            silent._line("PONG")
+            silent.sendall(b"CONNECT {}\r\nSUB silent 2\r\nPING\r\n")
+            received = b""
+            while b"PONG" not in received:
+                received += silent.recv(1 << 12)
             with pytest.raises(TimeoutError):
                 asking.request("silent")
 

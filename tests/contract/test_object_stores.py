@@ -11,11 +11,11 @@ from deltalake import DeltaTable
 
 from saf.database import Dsn
 from saf.database.bounds import Bounds
-from saf.destinations.archives import archive_at
 from saf.destinations.delta import Delta
 from saf.destinations.delta.micro_batches import MicroBatches, heard
 from saf.destinations.delta.table import optimize
 from saf.destinations.iceberg import Iceberg
+from saf.destinations.kinds import archive_at
 from saf.destinations.lake.settings import LakeSettings
 from saf.errors import Fenced, Unavailable
 from saf.operating.maintenance import purge_broker

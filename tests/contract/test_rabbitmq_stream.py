@@ -16,8 +16,8 @@ from cloudevents.core.formats.json import JSONFormat
 from saf.database import Dsn, fetch
 from saf.destinations.marks import AGAIN, MAIN, ONCE
 from saf.destinations.rabbitmq_stream import RabbitmqStream, journal
+from saf.destinations.rabbitmq_stream.connection import Command, pairs, text
 from saf.destinations.rabbitmq_stream.journal import BATCH_BITS, publishing_ids
-from saf.destinations.rabbitmq_stream.protocol import Command, pairs, text
 from saf.destinations.rabbitmq_stream.streams import Publishers
 from saf.errors import Ahead, Rejected, Unavailable
 from saf.repair.reconcile import reconcile

@@ -15,7 +15,7 @@ from pyspark.sql import Column
 from pyspark.testing import assertDataFrameEqual
 
 from saf.database import Dsn
-from saf.destinations.archives import archive_at
+from saf.destinations.kinds import archive_at
 from saf.errors import ConfigurationError, PurgedMeanwhile, Refused, Unavailable
 from saf.failpoints import arm
 from saf.operating.maintenance import purge_broker

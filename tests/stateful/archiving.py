@@ -17,7 +17,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from saf.destinations.archives import archive_at
+from saf.destinations.kinds import archive_at
 from saf.errors import PurgedMeanwhile
 from saf.failpoints import arm
 from saf.log import ring

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from saf.destinations.kafka import Kafka
 from saf.destinations.kafka.client import Voices, settings_of
 from saf.destinations.kafka.names import brokers
-from saf.destinations.kafka.wire import records
+from saf.destinations.kafka.transactions import records
 from saf.destinations.mapping import mapped
 from saf.errors import Refused
 from saf.testing.forwarder import Forwarder
@@ -116,8 +116,7 @@ def test_each_message_has_the_headers_that_it_has_and_no_others() -> None:
         forwarder.message(key=None, headers=None),
     ]
     what = mapped(
-        "here", forwarder.chunk(rows).rows, forwarder.source,
-        topic="{service}", form="saf", prefix="ce_",
+        "here", forwarder.chunk(rows).rows, forwarder.source, Kafka(brokers="k"), prefix="ce_"
     )  # fmt: skip
     first, second = records(what)
     assert [(topic, body, key) for topic, body, key, _ in (first, second)] == [

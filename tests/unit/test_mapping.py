@@ -19,9 +19,10 @@ SOURCE = UUID(int=5)
 STRUCTURED = "cloudevents-structured"
 
 
-def given(*rows: Row, topic: str = "{service}", **more: Any) -> Mapped:
-    made = {"form": "saf", "prefix": "ce_", "reserved": ["body"]} | more
-    return mapped("here", Forwarder().chunk(rows).rows, SOURCE, topic=topic, **made)
+def given(*rows: Row, topic: str = "{service}", form: str = "saf", **more: Any) -> Mapped:
+    settings = Redis.model_validate({"server": "redis://h", "topic": topic, "format": form})
+    made = {"prefix": "ce_", "reserved": ["body"]} | more
+    return mapped("here", Forwarder().chunk(rows).rows, SOURCE, settings, **made)
 
 
 def row(**columns: Any) -> Row:

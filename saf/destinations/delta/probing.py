@@ -29,6 +29,7 @@ from saf.destinations.delta.appending import commit, write
 from saf.destinations.delta.files import Files, sizes_of
 from saf.destinations.delta.link import Link
 from saf.destinations.delta.log import LOG
+from saf.destinations.lake.settings import compactable, untested
 from saf.destinations.queues import unusable
 from saf.destinations.settings import Guarantee
 
@@ -38,11 +39,6 @@ ROWS = pa.table({"n": pa.array([1], pa.int64())})
 AT_ONCE = 4
 """Commits that compete in one round."""
 ROUNDS = 2
-S3 = ("s3://", "s3a://")
-NOT_TESTED = ("saf tests only object stores that speak S3", "your own test of yours")
-MANY_FILES = 1_000
-SMALL_BYTES = 8 << 20
-"""A table with more than `MANY_FILES` files below this average size is worth compacting."""
 
 
 def probe(link: Link) -> Iterator[tuple[str, str]]:
@@ -107,22 +103,14 @@ def guarantee(link: Link) -> Guarantee:
         server = (
             f"Delta table of {len(sizes):,} files, version {table.version():,}, {settings.table}"
         )
-        if len(sizes) > MANY_FILES and sum(sizes) / len(sizes) < SMALL_BYTES:
-            findings.append(
-                (
-                    f"its {len(sizes):,} files have {sum(sizes) // len(sizes) >> 10:,} KiB on "
-                    "average, which makes reading slow",
-                    f"saf lake optimize {link.name}",
-                )
-            )
+        findings += compactable(len(sizes), sum(sizes), f"saf lake optimize {link.name}")
     kept = "a crash of the process or of the machine loses nothing that was acknowledged"
     if settings.folder is None:
         kept = (
             "acknowledged messages are as safe as the object store; the store must refuse to "
             "overwrite a file of the log, which saf destination check tries"
         )
-        if not settings.table.startswith(S3):
-            findings.append(NOT_TESTED)
+        findings += untested(settings.table)
     return Guarantee(
         server=server,
         promise=f"{settings.quality.replace('_', ' ')}; {kept}; a loss is detected, and saf "

@@ -18,8 +18,7 @@ import ipaddress
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import pydantic
@@ -27,7 +26,7 @@ from pydantic import AfterValidator, SecretStr
 
 from saf.destinations import Capabilities, Destination
 from saf.destinations.addresses import named_host, reading_url
-from saf.destinations.linked import LinkedSettings, check_certificates
+from saf.destinations.linked import SecuredSettings
 from saf.destinations.settings import Guarantee
 from saf.errors import UsageError
 from saf.signing.webhook import key_of
@@ -90,24 +89,20 @@ def _address(text: str) -> str:
     return text
 
 
-class Https(LinkedSettings):
+class Https(SecuredSettings):
     """Settings of the inbox of a broker behind a URL."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
         holds=True, exactly_once=True, fences=True, knows_services=True
     )
 
+    turn_on_tls: ClassVar[str] = "TLS: use https:// instead of http://"
+
     kind: Literal["https"] = "https"
     server: Annotated[str, AfterValidator(_address)]
     """URL at which the other end serves `saf.webhooks.broker`."""
     secret: SecretStr
     """Secret shared with the other end, in the form of Standard Webhooks: `whsec_` and base64."""
-    ca_file: Path | None = None
-    """CA certificates that verify the server's. Default: the system's."""
-    certificate_file: Path | None = None
-    """Client's certificate."""
-    key_file: Path | None = None
-    """Key of the client's certificate."""
 
     @pydantic.field_validator("secret")
     @classmethod
@@ -117,12 +112,6 @@ class Https(LinkedSettings):
         except UsageError as error:
             raise ValueError(str(error)) from None
         return secret
-
-    @pydantic.model_validator(mode="after")
-    def _has_what_tls_needs(self) -> Self:
-        condition = "TLS: use https:// instead of http://"
-        check_certificates(self, None if self.address.tls else condition)
-        return self
 
     @property
     def address(self) -> Address:

@@ -103,7 +103,7 @@ class Iceberg(LakeSettings):
     def reading(self, name: str) -> Iterator[Reading]:
         """Open the table for reading; see `DestinationSettings.reading`."""
         with self.connected(name) as link:
-            from saf.destinations.iceberg.reading import read
+            from saf.destinations.iceberg.table import read
 
             yield read(link)
 

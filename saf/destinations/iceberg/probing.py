@@ -20,6 +20,7 @@ from pyiceberg.io import load_file_io
 
 from saf.destinations.iceberg.address import file_of, is_sql
 from saf.destinations.iceberg.link import Link
+from saf.destinations.lake.settings import compactable, untested
 from saf.destinations.settings import Guarantee
 from saf.errors import Unavailable
 
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
 NAME = "_saf_probe"
 """Beginning of the name of a probe's file."""
 CONTENT = b"a probe by saf destination check"
-S3 = ("s3://", "s3a://")
-MANY_FILES = 1_000
-SMALL_BYTES = 8 << 20
-"""A table with more than `MANY_FILES` files below this average size is worth compacting."""
 MANY_SNAPSHOTS = 1_000
 """Above this number, each commit is slow, because it writes all snapshots."""
 
@@ -77,14 +74,8 @@ def guarantee(link: Link) -> Guarantee:
         files, size = int(totals.get("total-data-files", 0)), int(totals.get("total-files-size", 0))
         kept = len(table.snapshots())
         server = f"Iceberg table of {files:,} files, {kept:,} snapshots, {settings.table}"
-        if files > MANY_FILES and size / files < SMALL_BYTES:
-            findings.append(
-                (
-                    f"its {files:,} files have {size // files >> 10:,} KiB on average, which makes "
-                    "reading slow",
-                    "rewrite_data_files of Spark, or what your engine has for it",
-                )
-            )
+        cure = "rewrite_data_files of Spark, or what your engine has for it"
+        findings += compactable(files, size, cure)
         if kept > MANY_SNAPSHOTS:
             findings.append(
                 (
@@ -95,10 +86,7 @@ def guarantee(link: Link) -> Guarantee:
     kept_by = "a crash of the process or of the machine loses nothing that was acknowledged"
     if not settings.folder:
         kept_by = "acknowledged messages are as safe as the object store"
-        if not place_of(link, table).startswith(S3):
-            findings.append(
-                ("saf tests only object stores that speak S3", "your own test of yours")
-            )
+        findings += untested(place_of(link, table))
     if not is_sql(settings.catalog):
         findings.append(
             ("no product with a REST catalog is tested by saf", "your own test of yours")

@@ -19,18 +19,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+import pyarrow as pa
 from pyiceberg.exceptions import CommitFailedException
 from pyiceberg.table import Table as IcebergTable
 from pyiceberg.table import TableProperties
+from pyiceberg.table.snapshots import Operation
 
 from saf.destinations.iceberg.link import Link
 from saf.destinations.iceberg.making import ready, write
 from saf.destinations.iceberg.marks import name_of, put_right, text_of
 from saf.destinations.lake.state import DESTINATION, State
-from saf.destinations.lake.table import Change, LakeTable
+from saf.destinations.lake.table import COLUMNS, Change, LakeReading, LakeTable, reading
 from saf.errors import SafError, Unavailable
 from saf.failpoints import fail_point
 
@@ -137,3 +140,28 @@ def _for_one_commit(table: TableMetadata) -> TableMetadata:
         "snapshot_log": [],
     }
     return table.model_copy(update=changed)
+
+
+def read(link: Link) -> LakeReading:
+    """Open the newest version of the table for reading."""
+    table = link.load()
+
+    def rows(source: UUID) -> pa.Table:
+        assert table is not None  # noqa: S101 - not called without a table
+        with link.errors():
+            of_source = f"source = '{source}'"
+            return table.scan(of_source, selected_fields=COLUMNS).to_arrow()
+
+    gone = table is not None and removed(table)
+    known = partial(link.known_of, table)
+    identity = link.identity_of(table)
+    return reading(link.name, identity, rows if table else None, known, removed=gone)
+
+
+def removed(table: IcebergTable) -> bool:
+    """Return True if a table's snapshots show that rows may be missing on purpose."""
+    removing = (Operation.DELETE, Operation.OVERWRITE)
+    return any(
+        snapshot.summary and snapshot.summary.operation in removing
+        for snapshot in table.snapshots()
+    )

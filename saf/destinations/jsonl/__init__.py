@@ -68,7 +68,7 @@ class Jsonl(DestinationSettings):
         Raises:
             CannotReadBack: some files are gone.
         """
-        from saf.destinations.jsonl.reading import read
+        from saf.destinations.jsonl.folder import read
 
         return read(name, self.folder)
 

@@ -32,10 +32,13 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -46,11 +49,20 @@ import pyarrow.compute as pc
 
 from saf.columns import MESSAGE
 from saf.destinations import Chunk, Refusal, Stored
-from saf.destinations.jsonl.state import INSIDE, State, make_identity, read_state
+from saf.destinations.jsonl.state import (
+    INSIDE,
+    State,
+    known_of,
+    make_identity,
+    read_identity,
+    read_state,
+)
 from saf.destinations.marks import NOTHING, Mark, Place
 from saf.destinations.places import guarded, judged, refuse
+from saf.destinations.reading import Reading
+from saf.destinations.tables import HELD, Held, TableReading
 from saf.destinations.texts import TEXT, in_quotes, moments, quoted, uuids, whole
-from saf.errors import Rejected, Unavailable
+from saf.errors import CannotReadBack, Rejected, Unavailable
 from saf.failpoints import fail_point
 from saf.log.disk import make_folder, sync, unavailable_if_lost, write
 
@@ -264,3 +276,62 @@ def _join(*parts: pa.Array) -> pa.Array:
 
 def _scalar(text: str) -> pa.Scalar:
     return pa.scalar(text, TEXT)
+
+
+@contextmanager
+def read(name: str, folder: Path) -> Iterator[Reading]:
+    """Open all files of all sources for reading.
+
+    Raises:
+        CannotReadBack: some files are gone.
+    """
+    destination = f"destination {name!r}"
+    identity = read_identity(destination, folder)
+    with unavailable_if_lost(destination):
+        for state in sorted((folder / INSIDE).glob("*.json")):
+            _files(name, folder, UUID(state.stem))
+    yield TableReading(
+        name=name,
+        is_=identity,
+        read=cache(lambda source: _held(name, folder, source)),
+        knows=lambda source: known_of(destination, folder, source),
+    )
+
+
+def _files(name: str, folder: Path, source: UUID) -> list[Path]:
+    """Return the files of a source. The last one may not have its name yet."""
+    last = read_state(f"destination {name!r}", folder, source).number
+    files = [file_of(folder, source, number) for number in range(1, last + 1)]
+    if files and (draft := draft_of(folder, source, last)).exists():
+        files[-1] = draft
+    missing = [file for file in files if not file.exists()]
+    if missing:
+        raise CannotReadBack(
+            name, f"{len(missing):,} of its files are gone, such as {missing[0].name} of {source}"
+        )
+    return files
+
+
+def _held(name: str, folder: Path, source: UUID) -> pa.Table:
+    with unavailable_if_lost(f"destination {name!r}"):
+        tables = [_table(file) for file in _files(name, folder, source)]
+    return pa.concat_tables([HELD.empty_table(), *tables])
+
+
+def _table(file: Path) -> pa.Table:
+    """Return the messages of a file."""
+    held = Held()
+    with file.open("rb") as lines:
+        for line in lines:
+            message = json.loads(line)
+            to_broker = message.get("to_broker")
+            held.add(
+                {
+                    **message,
+                    "message_id": UUID(message["message_id"]).bytes,
+                    "to_broker": to_broker and UUID(to_broker).bytes,
+                    "key": message.get("key"),
+                    "created_at": datetime.fromisoformat(message["created_at"]),
+                }
+            )
+    return held.table()

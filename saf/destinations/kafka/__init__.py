@@ -24,7 +24,6 @@ from pydantic import AfterValidator, BeforeValidator, SecretStr
 
 from saf.destinations import Capabilities
 from saf.destinations.kafka.names import brokers, topic_name
-from saf.destinations.linked import check_certificates
 from saf.destinations.queues import QueueSettings
 from saf.destinations.settings import within
 
@@ -72,7 +71,8 @@ class Kafka(QueueSettings):
     )
 
     client: ClassVar[str | None] = "confluent_kafka"
-    stores: ClassVar[str] = "transactions.Transactions"
+    turn_on_tls: ClassVar[str] = "security_protocol = 'SSL' or 'SASL_SSL'"
+    stores: ClassVar[tuple[str, str]] = ("transactions", "Transactions")
 
     kind: Literal["kafka"] = "kafka"
     brokers: Annotated[str, AfterValidator(_brokers)]
@@ -108,23 +108,20 @@ class Kafka(QueueSettings):
     """With `OAUTHBEARER`: extensions for the brokers, e.g. `logicalCluster=lkc-1,…`."""
     https_ca_file: Path | None = None
     """With `OAUTHBEARER`: CA certificates that verify the endpoint's. Default: the system's."""
-    ca_file: Path | None = None
-    """With TLS: CA certificates that verify the brokers'. Default: the system's."""
-    certificate_file: Path | None = None
-    """With TLS: the client's certificate."""
-    key_file: Path | None = None
-    """With TLS: the key of the client's certificate."""
     key_password: SecretStr | None = None
     """With TLS: the password of that key, if it has one."""
 
     @pydantic.model_validator(mode="after")
     def _has_what_its_protocol_needs(self) -> Self:
         self._check_login()
-        condition = "security_protocol = 'SSL' or 'SASL_SSL'"
-        check_certificates(self, None if self.security_protocol.endswith("SSL") else condition)
         if self.key_password and not self.key_file:
             raise ValueError("key_password needs key_file")
         return self
+
+    @property
+    def uses_tls(self) -> bool:
+        """Return True if the protocol is one with TLS."""
+        return self.security_protocol.endswith("SSL")
 
     def _check_login(self) -> None:
         by_token = self.sasl_mechanism == "OAUTHBEARER"

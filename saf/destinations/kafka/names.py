@@ -12,14 +12,15 @@ saf-IDENTITY-SOURCE-SHARD        transactions of the owner whose lowest shard in
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
 from uuid import UUID
 
+from saf.destinations.addresses import hosts_of, without_login
 from saf.destinations.marks import Place
 
 IDENTITY = "identity"
 TOPIC, OWNER = "topic", "owner"
 PORT = 9092
+NO_BROKERS = "is not a list of brokers, such as host:9092,host:9092"
 CANNOT = re.compile(r"[^a-zA-Z0-9._-]")
 LONGEST = 249
 
@@ -33,22 +34,12 @@ def brokers(text: str) -> list[str]:
     Raises:
         ValueError: the list is invalid.
     """
-    if "@" in text:
-        raise ValueError("give a login by username = … and password = …, not in the address")
-    if "://" in text:
+    if "://" in without_login(text):
         raise ValueError(f"{text!r}: use host:9092, and set TLS or SASL by security_protocol = …")
-    addresses = []
-    for place in text.split(","):
-        url = urlsplit(f"//{place.strip()}")
-        try:
-            host, port = url.hostname, url.port
-        except ValueError as error:
-            raise ValueError(f"{text!r}: {error}") from None
-        if not host or url.path or url.query:
-            raise ValueError(f"{text!r} is not a list of brokers, such as host:9092,host:9092")
-        name = f"[{host}]" if ":" in host else host
-        addresses.append(f"{name}:{port or PORT}")
-    return addresses
+    return [
+        f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        for host, port in hosts_of(text, text, PORT, NO_BROKERS)
+    ]
 
 
 def topic_name(topic: str) -> str:

@@ -9,24 +9,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-import pyarrow as pa
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from saf.destinations.kafka.client import HARMLESS, settings_of
 from saf.destinations.kafka.server import Link
-from saf.destinations.kafka.wire import EVENTS
+from saf.destinations.kafka.transactions import EVENTS
 from saf.destinations.mapping import held_of, said_of, source_of, texts_of
 from saf.destinations.marks import known_of
 from saf.destinations.reading import Reading
-from saf.destinations.tables import HELD, TableReading
+from saf.destinations.tables import Held, TableReading
 from saf.errors import CannotReadBack
 
 if TYPE_CHECKING:
     from saf.destinations.kafka import Kafka
 
 AT_ONCE = 10_000
-
-Columns = dict[str, list[Any]]
 
 
 @contextmanager
@@ -41,18 +38,18 @@ def read(name: str, settings: Kafka) -> Iterator[Reading]:
         if link.look():
             link.read()
         marks = {source: dict(texts) for source, texts in link.marks.texts.items()}
-        columns = _held(name, link)
+        messages = _held(name, link)
         yield TableReading(
             name=name,
             is_=identity,
-            read=lambda source: pa.table(columns[source], schema=HELD),
+            read=lambda source: messages[source].table(),
             knows=lambda source: known_of(identity, marks.get(source, {})),
         )
 
 
-def _held(name: str, link: Link) -> dict[UUID, Columns]:
-    """Return the columns required for each message. Python reads the messages one by one."""
-    result: dict[UUID, Columns] = defaultdict(lambda: {column: [] for column in HELD.names})
+def _held(name: str, link: Link) -> dict[UUID, Held]:
+    """Return the messages of each source."""
+    result = defaultdict[UUID, Held](Held)
     topics = {topic for group in link.marks.topics.values() for topic in group}
     existing = link.topics()
     if gone := sorted(topics - {*existing}):
@@ -81,9 +78,7 @@ def _held(name: str, link: Link) -> dict[UUID, Columns]:
                 raise CannotReadBack(name, f"its topic {topic} is compacted")
         for message in _messages(link, consumer, ends):
             if (source := source_of(message, EVENTS)) is not None:
-                columns = result[source]
-                for column, value in held_of(message, EVENTS).items():
-                    columns[column].append(value)
+                result[source].add(held_of(message, EVENTS))
     finally:
         consumer.close()
     return result

@@ -70,7 +70,7 @@ from saf.destinations.kafka.client import (
     settings_of,
 )
 from saf.destinations.marks import ABSENT, Known, Place, known_of
-from saf.destinations.queues import readable, unusable
+from saf.destinations.queues import ENOUGH, readable, unusable
 from saf.destinations.settings import Guarantee
 
 if TYPE_CHECKING:
@@ -97,8 +97,6 @@ LONGEST_SECONDS = 60.0
 """Longest that a transaction may stay open, and so longest that its readers wait after a crash."""
 STATE = "__transaction_state"
 """Kafka's own topic of transactions."""
-ENOUGH = 3
-"""Brokers needed to continue while one is down."""
 T = TypeVar("T")
 
 

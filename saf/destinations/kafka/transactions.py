@@ -12,6 +12,11 @@ A process that begins transactions with a name again ends the open one, by abort
 had begun, by waiting for the end. So nothing is repaired here: after an error, the client is thrown
 away, and the next one begins again and reads the marks. The marks also replace an answer that got
 lost.
+
+Python makes one call per message, which copies its headers: librdkafka's call for many messages
+takes no headers. On one core, with 200 bytes and eight headers, the call takes 3.1 µs (2.4 without
+headers, and 5 or more if headers are bytes or a dict); making the lists of headers adds 0.6 µs. A
+header that all messages share is made once.
 """
 
 from __future__ import annotations
@@ -21,15 +26,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 from confluent_kafka import KafkaError, KafkaException, Producer
 
 from saf.destinations import Chunk
-from saf.destinations.kafka import names, wire
+from saf.destinations.kafka import names
 from saf.destinations.kafka.client import FENCED, UNDECIDED, errors
+from saf.destinations.kafka.names import topic_name, wrong_topic
 from saf.destinations.kafka.server import OPEN, Link, open_link
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.marks import Mark, Place, read, shards_of
@@ -51,6 +61,15 @@ PATIENCE_SECONDS = 1.0
 TURNS = 20
 PAUSE_SECONDS = 0.05
 """A fenced process pauses so that the other can end first, longer each time."""
+
+
+EVENTS = "ce_"
+"""Prefix of CloudEvents attributes, as the binding for Kafka defines it."""
+BATCH_FRAME, MESSAGE_FRAME, HEADER_FRAME = 61, 30, 10
+"""Most bytes that Kafka's format adds to a batch, a message and a header."""
+
+Record = tuple[str, bytes, str | None, list[tuple[str, str]]]
+"""Topic, body, key and headers of a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,17 +174,10 @@ class Transactions(Stepwise[Link]):
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
         link = self._link
         assert link is not None  # noqa: S101 - connected before
-        messages = mapped(
-            self.what,
-            rows,
-            source,
-            topic=self.settings.topic,
-            form=self.settings.format,
-            prefix=wire.EVENTS,
-        )
-        limits = link.limits(wire.topics(self.what, messages, self.settings.marks_topic))
+        messages = mapped(self.what, rows, source, self.settings, prefix=EVENTS)
+        limits = link.limits(topics(self.what, messages, self.settings.marks_topic))
         if messages.count:
-            wire.check(self.what, messages, limits)
+            check(self.what, messages, limits)
         if (least := min([BATCH_BYTES, *limits.values()])) < self._batch_bytes:
             self._batch_bytes, self._producer = least, None  # small enough for all topics
         return messages
@@ -260,7 +272,7 @@ class Transactions(Stepwise[Link]):
     def _produce(self, producer: Producer, messages: Mapped) -> None:
         """Pass messages to the client. It sends them in the background; commit reports failures."""
         give: Any = producer.produce
-        for topic, body, key, headers in wire.records(messages):
+        for topic, body, key, headers in records(messages):
             while True:
                 try:
                     give(topic, body, key, headers=headers)
@@ -273,3 +285,91 @@ class Transactions(Stepwise[Link]):
 def _pause(turn: int) -> None:
     if turn:
         time.sleep(random.uniform(0, PAUSE_SECONDS * min(turn, TURNS)))  # noqa: S311 - no secret
+
+
+def check(where: str, what: Mapped, limits: Mapping[str, int]) -> None:
+    """Raise if a topic does not accept one of these messages.
+
+    Raises:
+        Rejected: a message is larger than its topic's limit.
+    """
+    sizes = _lengths(what.body)
+    if (keys := what.each("key")) is not None:
+        sizes = sizes + _lengths(keys)
+    fixed = 0
+    for name, values in what.headers.items():
+        if isinstance(values, str):
+            fixed += len(name.encode()) + len(values.encode()) + HEADER_FRAME
+        else:
+            sizes = sizes + _lengths(values) + len(name.encode()) + HEADER_FRAME
+    own = [
+        sum(
+            len(name.encode()) + len(value.encode()) + HEADER_FRAME
+            for name, value in headers.items()
+        )
+        for headers in what.own
+    ]
+    sizes = sizes + np.array(own, np.int64)[what.which] + fixed + BATCH_FRAME + MESSAGE_FRAME
+    largest = np.array([limits[topic_name(topic)] for topic in what.topics], np.int64)[what.topic]
+    if (over := np.flatnonzero(sizes > largest)).size:
+        size, limit = int(sizes[over[0]]), int(largest[over[0]])
+        raise Rejected(where, f"it has {size:,} bytes, more than its topic takes ({limit:,})")
+
+
+def topics(where: str, what: Mapped, marks_topic: str) -> list[str]:
+    """Return the messages' topics, as valid names in Kafka.
+
+    Raises:
+        Rejected: a topic cannot be used.
+    """
+    names = [topic_name(topic) for topic in what.topics]
+    for topic in names:
+        if reason := wrong_topic(topic):
+            raise Rejected(where, reason)
+        if topic == marks_topic:
+            raise Rejected(where, f"its topic would be {topic!r}, which is that of the marks")
+    return names
+
+
+def records(what: Mapped) -> Iterator[Record]:
+    """Yield messages one by one."""
+    keys = what.each("key")
+    key = repeat(None, what.count) if keys is None else keys.to_pylist()
+    constant, columns, nulls = _headers(what)
+    own = [[*one.items(), *constant] for one in what.own]
+    called = [topic_name(topic) for topic in what.topics]
+    topic = map(called.__getitem__, what.topic.tolist())
+    sets = map(own.__getitem__, what.which.tolist())
+    rows = zip(*columns, strict=True) if columns else repeat((), what.count)
+    bodies = what.body.to_pylist()
+    for name, body, of, own_headers, row in zip(topic, bodies, key, sets, rows, strict=True):
+        headers = [*own_headers, *row]
+        if nulls:
+            headers = [one for one in headers if one[1] is not None]
+        yield name, body, of, headers
+
+
+def _lengths(values: pa.Array) -> npt.NDArray[np.int64]:
+    """Return the size of each value in bytes; 0 for null."""
+    return np.asarray(pc.fill_null(pc.binary_length(values), 0)).astype(np.int64)
+
+
+def _headers(
+    messages: Mapped,
+) -> tuple[list[tuple[str, str]], list[Iterator[tuple[str, Any]]], bool]:
+    """Return headers that all messages share, columns of the rest, and True if some lack one.
+
+    A column is created only when it is read, to save work for the garbage collector.
+    """
+    constant: list[tuple[str, str]] = []
+    columns: list[Iterator[tuple[str, Any]]] = []
+    nulls = False
+    for name, values in messages.headers.items():
+        if isinstance(values, str):
+            constant.append((name, values))
+        elif not values.null_count and pc.all(pc.equal(values, values[0])).as_py():
+            constant.append((name, values[0].as_py()))
+        else:
+            nulls |= values.null_count > 0
+            columns.append(zip(repeat(name), values.to_pylist(), strict=False))
+    return constant, columns, nulls

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, SecretStr
@@ -12,6 +12,11 @@ from saf.destinations import Capabilities
 from saf.destinations.lake.state import DAY
 from saf.destinations.linked import LinkedSettings
 
+S3 = ("s3://", "s3a://")
+NOT_TESTED = ("saf tests only object stores that speak S3", "your own test of yours")
+MANY_FILES = 1_000
+SMALL_BYTES = 8 << 20
+"""A table with more than `MANY_FILES` files below this average size is worth compacting."""
 NOT_IN_NAMES = " ,;{}()\n\t="
 
 ColumnType = Literal["string", "long", "double", "boolean", "timestamp"]
@@ -44,6 +49,19 @@ class LakeSettings(LinkedSettings):
     )
     """Members of bodies that are JSON objects, each with the type of its own column. Missing
     columns are added to the table; a value of another type becomes NULL."""
+
+
+def untested(address: str) -> Iterator[tuple[str, str]]:
+    """Yield a finding about an object store that saf is not tested with."""
+    if not address.startswith(S3):
+        yield NOT_TESTED
+
+
+def compactable(files: int, size: int, cure: str) -> Iterator[tuple[str, str]]:
+    """Yield a finding about a table of many small files, which have ``size`` bytes in total."""
+    if files > MANY_FILES and size / files < SMALL_BYTES:
+        average = f"{size // files >> 10:,} KiB on average"
+        yield f"its {files:,} files have {average}, which makes reading slow", cure
 
 
 def said(secrets: Secrets) -> dict[str, str]:

@@ -15,8 +15,8 @@ The address is a URL without a login. It names one server, or the servers of a c
     tls://host                  one server, with TLS
 
 `saf.destinations.nats.batches` describes how a chunk is stored, `saf.destinations.nats.subjects`
-the subjects. saf implements the client protocol itself (`saf.destinations.nats.connection`), so it
-needs no client library; a login with an nkey or with credentials needs the extra ``nats``.
+the subjects. The client is nats-py (`saf.destinations.nats.connection`). A message costs it 21 µs
+of the processor's time; bytes written by Arrow would take 6.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
-from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import AfterValidator, SecretStr
 
 from saf.destinations import Capabilities
-from saf.destinations.addresses import named_host
-from saf.destinations.linked import check_certificates
+from saf.destinations.addresses import hosts_of, without_login
 from saf.destinations.nats.subjects import pattern
 from saf.destinations.queues import QueueSettings, Topic
 from saf.destinations.settings import within
@@ -59,22 +57,10 @@ def parse(text: str) -> Address:
     Raises:
         ValueError: the address is invalid.
     """
-    if "@" in text:
-        raise ValueError("give a login by username = … and password = …, not in the address")
-    scheme, _, places = text.partition("://")
+    scheme, _, places = without_login(text).partition("://")
     if scheme not in ("nats", "tls") or not places:
         raise ValueError(f"{text!r} is not an address of a NATS server, such as nats://host:4222")
-    hosts = []
-    for place in places.split(","):
-        url = urlsplit(f"//{place}")
-        try:
-            host, port = url.hostname, url.port
-        except ValueError as error:
-            raise ValueError(f"{text!r}: {error}") from None
-        if not host or url.query or url.path.strip("/"):
-            raise ValueError(f"{text!r} lacks a host, or has something after it")
-        hosts.append((named_host(text, host), port or PORT))
-    return Address(hosts=tuple(hosts), tls=scheme == "tls")
+    return Address(hosts=hosts_of(text, places, PORT), tls=scheme == "tls")
 
 
 def _address(text: str) -> str:
@@ -100,7 +86,9 @@ class Nats(QueueSettings):
         exactly_once=True, fences=True, reads_back=True, takes_dialogs=False, largest_body=LARGEST
     )
 
-    stores: ClassVar[str] = "batches.Batches"
+    client: ClassVar[str] = "nats"
+    turn_on_tls: ClassVar[str] = "TLS: use tls:// instead of nats://"
+    stores: ClassVar[tuple[str, str]] = ("batches", "Batches")
 
     kind: Literal["nats"] = "nats"
     server: Annotated[str, AfterValidator(_address)]
@@ -124,12 +112,6 @@ class Nats(QueueSettings):
     """File with the seed of an nkey, instead of a user."""
     creds_file: Path | None = None
     """File of credentials, with a JWT and the seed of an nkey, instead of a user."""
-    ca_file: Path | None = None
-    """With TLS: CA certificates that verify the server's. Default: the system's."""
-    certificate_file: Path | None = None
-    """With TLS: the client's certificate."""
-    key_file: Path | None = None
-    """With TLS: the key of the client's certificate."""
 
     @pydantic.model_validator(mode="after")
     def _has_one_login(self) -> Self:
@@ -140,8 +122,6 @@ class Nats(QueueSettings):
         ]
         if len(logins) > 1:
             raise ValueError(f"{' and '.join(logins)} are several logins: give one")
-        condition = "TLS: use tls:// instead of nats://"
-        check_certificates(self, None if self.address.tls else condition)
         return self
 
     @property

@@ -11,24 +11,33 @@ follow after the answer, because they name numbers that the answer contains.
 
 A server that is killed in the middle of a batch finishes it after the restart.
 `saf.destinations.nats.server` describes what a power failure takes back.
+
+A header's value is a line of ASCII here. Other characters are encoded as CloudEvents encodes them
+over HTTP: ``%`` and two digits for each byte of UTF-8. Most values stay unchanged.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 from uuid import UUID, uuid4
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations import Chunk
 from saf.destinations.mapping import Mapped, mapped
 from saf.destinations.marks import MAIN, Place
-from saf.destinations.nats import subjects, wire
+from saf.destinations.nats import subjects
+from saf.destinations.nats.connection import Message, of
 from saf.destinations.nats.server import (
+    EXPECTED,
     STORED,
     WRONG_SEQUENCE,
     JetStreamError,
@@ -40,7 +49,8 @@ from saf.destinations.nats.server import (
 from saf.destinations.places import guarded
 from saf.destinations.queues import unusable
 from saf.destinations.stepwise import Cut, Step, Stepwise
-from saf.errors import Unavailable
+from saf.destinations.texts import TEXT
+from saf.errors import Rejected, Unavailable
 
 if TYPE_CHECKING:
     from saf.destinations.nats import Nats
@@ -52,6 +62,24 @@ MANY_PLACES = 500
 FEW_ROWS = 300
 """Messages of a batch with more places: each may need two marks."""
 ONLY_MARKS = 900
+
+EVENTS = "ce-"
+"""Prefix of CloudEvents attributes, as the binding for NATS defines it."""
+
+BATCH, SEQUENCE, COMMIT = "Nats-Batch-Id", "Nats-Batch-Sequence", "Nats-Batch-Commit"
+THE_SERVERS = "nats-"
+"""Prefix of header names that are commands to the server."""
+
+LARGEST_HEAD = 65_535
+LARGEST_LINE = 4_000
+FRAME = len("NATS/1.0\r\n\r\n") + len(f"{BATCH}: {'x' * 32}\r\n{SEQUENCE}: 1000\r\n")
+"""Size of a message's headers without saf's and the sender's, in bytes."""
+AROUND = len(": \r\n")
+"""Size of a header without its name and value, in bytes."""
+NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+"""Names of headers that the client sends."""
+AS_IT_IS = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+ENCODED = r"[^\x20-\x7E]|%|^ | $"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +122,7 @@ class Batches(Stepwise[Link]):
         config = link.config()
         self._takes = config["subjects"]
         largest = self.settings.capabilities.largest_body or 0
-        self._largest = min(int(link.connection.info["max_payload"]), largest + wire.LARGEST_HEAD)
+        self._largest = min(link.connection.max_payload, largest + LARGEST_HEAD)
         if 0 < (limit := int(config.get("max_msg_size", -1))) < self._largest:
             self._largest = limit
         return link.make_identity()
@@ -116,16 +144,9 @@ class Batches(Stepwise[Link]):
         return [text for text, _, _ in marks]
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
-        messages = mapped(
-            self.what,
-            rows,
-            source,
-            topic=self.settings.topic,
-            form=self.settings.format,
-            prefix=wire.EVENTS,
-        )
+        messages = mapped(self.what, rows, source, self.settings, prefix=EVENTS)
         if messages.count:
-            wire.check(self.what, messages, self._largest)
+            check(self.what, messages, self._largest)
         for subject in map(subjects.subject, messages.topics):
             if not any(subjects.takes(pattern, subject) for pattern in self._takes):
                 raise unusable(
@@ -175,7 +196,7 @@ class Batches(Stepwise[Link]):
         connection = link.connection
         batch = Batch(step=step, begun=connection.inbox(), ended=connection.inbox())
         if step.what:
-            connection.write(wire.messages(self.what, step.what, batch.id, batch.begun))
+            connection.publish(outgoing(step.what, batch.id, batch.begun))
         return batch
 
     def _end(self, link: Link, source: UUID, batch: Batch) -> None:
@@ -183,24 +204,24 @@ class Batches(Stepwise[Link]):
         step, stream = batch.step, self.settings.stream
         counts = _counts(step.what)
         positions: dict[Place, There] = {}
-        parts = []
+        messages = []
         for number, (place, text) in enumerate(step.after.items(), start=1):
             previous = self._there[place]
             lane, shard = place
             stored = previous.stored + (counts.get(str(shard), 0) if lane == MAIN else 0)
             positions[place] = There(sequence=number, stored=stored)
-            headers = {wire.EXPECTED: previous.sequence, STORED: stored, **link.kept()}
-            parts.append(
-                wire.mark(
+            headers = {EXPECTED: previous.sequence, STORED: stored, **link.kept()}
+            headers |= {BATCH: batch.id, SEQUENCE: step.count + number}
+            last = number == len(step.after)
+            messages.append(
+                Message(
                     subjects.mark(stream, source, place),
-                    text,
-                    headers,
-                    batch=batch.id,
-                    sequence=step.count + number,
-                    commit=batch.ended if number == len(step.after) else "",
+                    text.encode(),
+                    texts(headers | ({COMMIT: 1} if last else {})),
+                    batch.ended if last else "",
                 )
             )
-        link.connection.write(b"".join(parts))
+        link.connection.publish(messages)
         self._there |= positions
 
     def _ended(self, link: Link, batch: Batch) -> bool:
@@ -210,10 +231,10 @@ class Batches(Stepwise[Link]):
             Unavailable: it was not stored, for another reason than its marks.
         """
         while (answer := link.connection.receive()).subject != batch.ended:
-            if answer.subject == batch.begun and answer.body:
-                batch.why = answer.body.decode()
+            if answer.subject == batch.begun and answer.data:
+                batch.why = answer.data.decode()
         try:
-            last = int(answered(answer.of(self.settings.stream))["seq"])
+            last = int(answered(of(self.settings.stream, answer))["seq"])
         except JetStreamError as error:
             if error.code in WRONG_SEQUENCE:
                 return False
@@ -228,9 +249,8 @@ class Batches(Stepwise[Link]):
 
     def _abandon(self, link: Link, batch: Batch) -> None:
         """Make the server forget a batch whose marks cannot follow, by a number out of order."""
-        headers: Mapping[str, object] = {wire.BATCH: batch.id, wire.SEQUENCE: MOST + 1}
-        subject = subjects.identity(self.settings.stream)
-        link.connection.request(subject, b"", headers)
+        headers = {BATCH: batch.id, SEQUENCE: f"{MOST + 1}"}
+        link.connection.request(subjects.identity(self.settings.stream), b"", headers)
 
 
 def _guarded(chunk: Chunk, rows: pa.Table) -> list[Place]:
@@ -245,3 +265,89 @@ def _counts(messages: Mapped | None) -> dict[str, int]:
         return {}
     values = messages.each("shard")
     return {pair["values"]: pair["counts"] for pair in pc.value_counts(values).to_pylist()}
+
+
+def encoded(value: str) -> str:
+    r"""Return a header's encoded value.
+
+    >>> encoded("plain text"), encoded("100 %\n"), encoded(" ü")
+    ('plain text', '100 %25%0A', '%20%C3%BC')
+    """
+    text = quote(value, safe=AS_IT_IS)
+    inner = text.strip(" ")
+    first, last = len(text) - len(text.lstrip(" ")), len(text.rstrip(" "))
+    return "%20" * first + inner + "%20" * (len(text) - last if inner else 0)
+
+
+def check(where: str, what: Mapped, largest: int) -> None:
+    """Raise if the server does not accept one of these messages.
+
+    Raises:
+        Rejected: a header's name, the headers, the size or the subject exceed a limit.
+    """
+    for name in {name for headers in what.own for name in headers}:
+        if not NAME.fullmatch(name):
+            raise Rejected(where, f"NATS cannot carry a header {name!r}")
+        if name.lower().startswith(THE_SERVERS):
+            raise Rejected(where, f"the sender has given a header {name!r}, a server's command")
+    own = [sum(map(_size, headers, headers.values())) for headers in _own(what)]
+    heads = FRAME + np.array(own, np.int64)[what.which]
+    for name, values in what.headers.items():
+        if isinstance(values, str):
+            heads += _size(name, encoded(values))
+        else:
+            sizes = pc.add(pc.binary_length(_encoded(values)), _size(name, ""))
+            heads += np.asarray(pc.fill_null(sizes, 0))
+    if (head := int(heads.max())) > LARGEST_HEAD:
+        raise Rejected(where, f"its headers have {head:,} bytes, more than {LARGEST_HEAD:,}")
+    if (size := int((heads + np.asarray(pc.binary_length(what.body))).max())) > largest:
+        raise Rejected(where, f"it has {size:,} bytes, more than its server takes ({largest:,})")
+    for topic in what.topics:
+        if len(subjects.subject(topic).encode()) > LARGEST_LINE:
+            raise Rejected(where, f"its subject has more than {LARGEST_LINE:,} bytes")
+
+
+def outgoing(what: Mapped, batch: str, reply: str) -> Iterator[Message]:
+    """Yield the messages of a batch; the first one has a reply subject."""
+    constant, names, columns = {BATCH: batch}, [], []
+    for name, values in what.headers.items():
+        if isinstance(values, str):
+            constant[name] = encoded(values)
+        else:
+            names.append(name)
+            columns.append(_encoded(values).to_pylist())
+    topics, own = [subjects.subject(topic) for topic in what.topics], _own(what)
+    rows = zip(
+        zip(*columns, strict=True) if columns else repeat(()),
+        what.topic.tolist(), what.which.tolist(), what.body.to_pylist(),
+        strict=False,
+    )  # fmt: skip
+    for number, (values, topic, which, body) in enumerate(rows, start=1):
+        pairs = zip(names, values, strict=True)
+        said = {name: value for name, value in pairs if value is not None}
+        headers = {**constant, SEQUENCE: str(number), **said, **own[which]}
+        yield Message(topics[topic], body, headers, reply)
+        reply = ""
+
+
+def texts(headers: Mapping[str, object]) -> dict[str, str]:
+    """Return headers with their values as texts."""
+    return {name: str(value) for name, value in headers.items()}
+
+
+def _own(what: Mapped) -> list[dict[str, str]]:
+    """Return the distinct sets of senders' own headers, encoded."""
+    return [{name: encoded(value) for name, value in one.items()} for one in what.own]
+
+
+def _size(name: str, value: str) -> int:
+    return len(name) + len(value) + AROUND
+
+
+def _encoded(values: pa.Array) -> pa.Array:
+    """Return encoded values; Python handles only the values that need encoding."""
+    if not pc.any(pc.match_substring_regex(values, ENCODED)).as_py():
+        return values
+    known = values.dictionary_encode()
+    values = [encoded(value) for value in known.dictionary.to_pylist()]
+    return pa.array(values, TEXT).take(known.indices)

@@ -1,256 +1,244 @@
-"""Connection to a NATS server: the client protocol, limited to a destination's needs.
+"""Connection to a NATS server: nats-py, driven from synchronous code.
 
-The protocol is lines of text: INFO, CONNECT, PUB, HPUB, SUB, MSG, HMSG, PING, PONG, -ERR. The usual
-client builds each message separately, in Python. A destination has the bytes of a thousand messages
-at a time, and waits for one answer. All answers arrive at one inbox of this connection.
+nats-py is a client for asyncio. A `Connection` has an event loop of its own, which runs only while
+one of its methods runs, and no longer than `saf.database.bounds.Bounds` allows. All answers arrive
+at one inbox of the connection.
 
-A server may require a login, which is a part of CONNECT: see `said`. A server that supports nkeys
-sends a nonce, which the client signs with Ed25519.
-
-A `Connection` tries the hosts of its address in turn, and does not connect again after an error.
-It raises `NatsError` or `NoResponders`, or an OSError such as TimeoutError;
+A `Connection` tries the hosts of its address in turn, and does not connect again after an error. It
+raises nats-py's errors, `NoResponders`, or an OSError such as TimeoutError;
 `saf.destinations.nats.server` translates them. A login file that is unusable is `Refused`.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
+import asyncio
 import itertools
-import json
 import math
 import re
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from uuid import uuid4
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from saf.destinations.addresses import connect, context_of, first_of
-from saf.destinations.mapping import texts_of
+from nats.aio.client import Client, RawCredentials
+from nats.aio.msg import Msg
+from nats.errors import Error, StaleConnectionError
+
+from saf.destinations.addresses import context_of, first_of
 from saf.destinations.queues import client_needed, unusable
 
 if TYPE_CHECKING:
     from saf.destinations.nats import Nats
 
-# A seed is base 32: two bytes for its type, 32 bytes of the key, and a checksum of two bytes.
 SEED = re.compile(r"\bS[A-Z2-7]{57}\b")
 JWT = re.compile(r"-----BEGIN NATS USER JWT-----\s*(\S+)\s*-")
-USER = 20 << 3
-"""First byte of a user's public key, which makes its text begin with U."""
-VERSION_LINE = b"NATS/1.0"
+CLOSE_SECONDS = 1
+PENDING_BYTES = 64 << 20
+"""Most bytes that wait until a task of the client sends them."""
 
-
-class NatsError(Exception):
-    """The server has sent -ERR; the text is the protocol's."""
+Answer = TypeVar("Answer")
 
 
 class NoResponders(Exception):
     """A subject has no listener, not even a stream."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Received:
-    """A message from the server."""
+class Message(NamedTuple):
+    """A message for the server."""
 
     subject: str
-    head: bytes
-    """Raw headers; empty if the message has none."""
-    body: bytes
-
-    @property
-    def status(self) -> str:
-        """Status code if the server itself has sent the message, such as 503; otherwise empty."""
-        return self.head[len(VERSION_LINE) :].split(b"\r\n", 1)[0].strip().decode()[:3]
-
-    def headers(self) -> dict[str, str]:
-        """Return the headers that are texts, with one value each."""
-        lines = self.head.split(b"\r\n")[1:]
-        pairs = (line.partition(b":") for line in lines if line)
-        return texts_of((name, value.strip()) for name, _, value in pairs)
-
-    def of(self, subject: str) -> Received:
-        """Return the message, as the answer from a subject.
-
-        Raises:
-            NoResponders: the server itself has answered, because the subject has no listener.
-        """
-        if self.status == "503":
-            raise NoResponders(subject)
-        return self
+    body: bytes = b""
+    headers: dict[str, str] | None = None
+    reply: str = ""
 
 
 class Connection:
     """One connection; not thread-safe."""
 
     def __init__(self, name: str, settings: Nats) -> None:
-        hosts = settings.address.hosts
-        first_of(hosts, lambda host, port: self._open(host, port, name, settings))
+        self._numbers = itertools.count()
+        self._login = login_of(name, settings)
+        first_of(settings.address.hosts, lambda host, port: self._open(host, port, settings))
+        self._seconds = settings.bounds.statement_seconds
 
-    def _open(self, host: str, port: int, name: str, settings: Nats) -> None:
-        self.host = host
-        self._socket = connect(host, port, settings.bounds.network_seconds)
-        self._file = self._socket.makefile("rb")
+    def _open(self, host: str, port: int, settings: Nats) -> None:
+        self._seconds = settings.bounds.network_seconds
+        self._runner = asyncio.Runner()
+        self._client = Client()
         try:
-            self._greet(name, settings)
+            self._run(self._connect(host, port, settings))
         except BaseException:
             self.close()
             raise
 
-    def _greet(self, name: str, settings: Nats) -> None:
-        self.info: dict[str, Any] = json.loads(self._line("INFO"))
-        if settings.address.tls or self.info.get("tls_required"):
-            self._file.close()
-            context = context_of(settings)
-            self._socket = context.wrap_socket(self._socket, server_hostname=self.host)
-            self._file = self._socket.makefile("rb")
-        options = {
-            "verbose": False,
-            "pedantic": False,
-            "headers": True,
-            "no_responders": True,
-            "protocol": 1,
-            "lang": "python",
-            "version": "saf",
-            "name": "saf",
-            **said(name, settings, self.info.get("nonce", "")),
-        }
-        self._inbox = f"_INBOX.{uuid4().hex}"
-        self._numbers = itertools.count()
-        self.write(
-            b"CONNECT %b\r\nSUB %b.* 1\r\nPING\r\n"
-            % (json.dumps(options).encode(), self._inbox.encode())
+    async def _connect(self, host: str, port: int, settings: Nats) -> None:
+        self._inbox = ""
+        self._received = asyncio.Queue[Msg | Exception]()
+
+        async def failed(error: Exception) -> None:
+            if not self._inbox:  # the client would try the same host again
+                raise error
+            lost = ConnectionResetError("the server has closed the connection")
+            self._received.put_nowait(lost if isinstance(error, StaleConnectionError) else error)
+
+        async def closed() -> None:
+            await failed(self._client.last_error or StaleConnectionError())
+
+        secure = settings.address.tls
+        at = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        await self._client.connect(
+            f"{'tls' if secure else 'nats'}://{at}",
+            name="saf",
+            allow_reconnect=False,
+            connect_timeout=math.ceil(self._seconds),
+            pending_size=PENDING_BYTES,
+            tls=context_of(settings) if secure else None,
+            error_cb=failed,
+            closed_cb=closed,
+            **self._login,
         )
-        self._line("PONG")
-        self._socket.settimeout(settings.bounds.statement_seconds)
+        if not self._client.is_connected:  # something came before the PONG: nothing would be sent
+            raise ConnectionResetError("the server has not completed its greeting")
+        self._inbox = self._client.new_inbox()
+        await self._client.subscribe(
+            f"{self._inbox}.*", cb=self._receive, pending_msgs_limit=0, pending_bytes_limit=0
+        )
+
+    async def _receive(self, message: Msg) -> None:
+        self._received.put_nowait(message)
+
+    def _run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        async def bounded() -> Answer:
+            async with asyncio.timeout(self._seconds):
+                return await work
+
+        return self._runner.run(bounded())
+
+    @property
+    def version(self) -> str:
+        """The server's version."""
+        version = self._client.connected_server_version
+        return f"{version.major}.{version.minor}.{version.patch}"
+
+    @property
+    def max_payload(self) -> int:
+        """Largest message that the server accepts, including headers."""
+        return self._client.max_payload
 
     def close(self) -> None:
         """Close the connection."""
-        with suppress(OSError):
-            self._file.close()
-        with suppress(OSError):
-            self._socket.close()
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Send bytes."""
-        self._socket.sendall(data)
+        self._seconds = CLOSE_SECONDS
+        if self._client.is_connected or self._client.is_connecting:
+            with suppress(OSError, Error):
+                self._run(self._client.close())
+        self._runner.close()
 
     def inbox(self) -> str:
         """Return a new subject for one answer."""
         return f"{self._inbox}.{next(self._numbers)}"
 
+    def publish(self, messages: Iterable[Message]) -> None:
+        """Send messages."""
+        self._run(self._publish(messages))
+
+    async def _publish(self, messages: Iterable[Message]) -> None:
+        publish = self._client.publish
+        for subject, body, headers, reply in messages:
+            await publish(subject, body, reply, headers)
+        await asyncio.sleep(0)  # a task of the client sends them
+
     def request(
-        self, subject: str, body: bytes = b"", headers: Mapping[str, object] | None = None
-    ) -> Received:
+        self, subject: str, body: bytes = b"", headers: dict[str, str] | None = None
+    ) -> Msg:
         """Send a message, and return the answer."""
-        (answer,) = self.requests([(subject, body, headers)])
+        (answer,) = self.requests([Message(subject, body, headers)])
         return answer
 
-    def requests(
-        self, asked: list[tuple[str, bytes, Mapping[str, object] | None]]
-    ) -> list[Received]:
+    def requests(self, asked: Sequence[Message]) -> list[Msg]:
         """Send messages, and return their answers."""
         inboxes = [self.inbox() for _ in asked]
-        self.write(
-            b"".join(
-                published(subject, body, headers, inbox)
-                for (subject, body, headers), inbox in zip(asked, inboxes, strict=True)
-            )
+        self.publish(
+            message._replace(reply=inbox) for message, inbox in zip(asked, inboxes, strict=True)
         )
-        answers: dict[str, Received] = {}
+        answers: dict[str, Msg] = {}
         while len(answers) < len(asked):
             answer = self.receive()
             if answer.subject in inboxes:
                 answers[answer.subject] = answer
         return [
-            answers[inbox].of(subject)
-            for inbox, (subject, _, _) in zip(inboxes, asked, strict=True)
+            of(message.subject, answers[inbox])
+            for message, inbox in zip(asked, inboxes, strict=True)
         ]
 
-    def answers(self, subject: str, body: bytes) -> Iterator[Received]:
+    def answers(self, subject: str, body: bytes) -> Iterator[Msg]:
         """Send a message, and yield its answers without end."""
         inbox = self.inbox()
-        self.write(published(subject, body, None, inbox))
+        self.publish([Message(subject, body, reply=inbox)])
         while True:
             answer = self.receive()
             if answer.subject == inbox:
-                yield answer.of(subject)
+                yield of(subject, answer)
 
-    def receive(self) -> Received:
+    def receive(self) -> Msg:
         """Wait for the next message."""
-        words = self._line("MSG", "HMSG").split()
-        size = int(words[-1])
-        data = self._file.read(size + 2)
-        if len(data) < size + 2:
-            raise ConnectionResetError("the server has closed the connection")
-        head = int(words[-2]) if self._headed else 0
-        return Received(subject=words[0], head=data[:head], body=data[head:size])
-
-    def _line(self, *expected: str) -> str:
-        """Return the rest of the next line that begins with a wanted word; answer PINGs.
-
-        Raises:
-            TimeoutError: nothing else has arrived within the socket's timeout, or longer.
-        """
-        until = time.monotonic() + (self._socket.gettimeout() or math.inf)
-        while True:
-            line = self._file.readline()
-            if not line.endswith(b"\n"):
-                raise ConnectionResetError("the server has closed the connection")
-            word, _, rest = line.decode().strip().partition(" ")
-            word = word.upper()
-            if word == "-ERR":
-                raise NatsError(rest.strip("'"))
-            if word == "PING":
-                self.write(b"PONG\r\n")
-                if time.monotonic() > until:
-                    raise TimeoutError("the server accepts connections, and does not answer")
-            if word in expected:
-                self._headed = word == "HMSG"
-                return rest
+        waiting = self._received
+        answer = waiting.get_nowait() if waiting.qsize() else self._run(waiting.get())
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-def published(
-    subject: str, body: bytes, headers: Mapping[str, object] | None = None, reply: str = ""
-) -> bytes:
-    """Return a message in the server's format."""
-    target = f"{subject} {reply}" if reply else subject
-    if headers is None:
-        return b"PUB %b %d\r\n%b\r\n" % (target.encode(), len(body), body)
-    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
-    head = b"%b\r\n%b\r\n" % (VERSION_LINE, lines)
-    size = len(head) + len(body)
-    return b"HPUB %b %d %d\r\n%b%b\r\n" % (target.encode(), len(head), size, head, body)
+def status(message: Msg) -> str:
+    """Return the status code if the server itself has sent the message; otherwise empty."""
+    return (message.headers or {}).get("Status", "")
 
 
-def said(name: str, settings: Nats, nonce: str) -> dict[str, Any]:
-    """Return the part of CONNECT that is the login.
+def of(subject: str, answer: Msg) -> Msg:
+    """Return an answer from a subject.
+
+    Raises:
+        NoResponders: the server itself has answered, because the subject has no listener.
+    """
+    if status(answer) == "503":
+        raise NoResponders(subject)
+    return answer
+
+
+def login_of(name: str, settings: Nats) -> dict[str, Any]:
+    """Return nats-py's options for the login.
 
     Raises:
         Refused: a file cannot be read, or contains no key.
     """
     if settings.username is not None:
         secret = settings.password.get_secret_value() if settings.password else ""
-        return {"user": settings.username, "pass": secret}
+        return {"user": settings.username, "password": secret}
     if settings.token is not None:
-        return {"auth_token": settings.token.get_secret_value()}
+        return {"token": settings.token.get_secret_value()}
     file = settings.nkey_file or settings.creds_file
     if file is None:
         return {}
     destination = f"destination {name!r}"
     text = _text(destination, file)
     seed = SEED.search(text)
-    if seed is None:
+    if seed is None or not _is_seed(name, seed[0]):
         raise unusable(destination, f"{file} has no seed of an nkey", "name a file that has one")
-    public, signature = _signed(name, seed[0], nonce)
     if settings.nkey_file is not None:
-        return {"nkey": public, "sig": signature}
-    jwt = JWT.search(text)
-    if jwt is None:
+        return {"nkeys_seed_str": seed[0]}
+    if JWT.search(text) is None:
         raise unusable(destination, f"{file} has no JWT of a user", "name a file of credentials")
-    return {"jwt": jwt[1], "sig": signature}
+    return {"user_credentials": RawCredentials(text)}
+
+
+def _is_seed(name: str, seed: str) -> bool:
+    with client_needed(name, "nats"):
+        nkeys = import_module("nkeys")
+    try:
+        nkeys.from_seed(bytearray(seed.encode())).wipe()
+    except (ValueError, nkeys.NkeysError):
+        return False
+    return True
 
 
 def _text(destination: str, file: Path) -> str:
@@ -260,14 +248,3 @@ def _text(destination: str, file: Path) -> str:
         raise unusable(
             destination, f"{file} cannot be read ({error})", "make it readable"
         ) from None
-
-
-def _signed(name: str, seed: str, nonce: str) -> tuple[str, str]:
-    """Return the public key, and the signature of a nonce, as texts."""
-    with client_needed(name, "nats"):
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    key = Ed25519PrivateKey.from_private_bytes(base64.b32decode(seed + "======")[2:34])
-    public = bytes([USER]) + key.public_key().public_bytes_raw()
-    public += binascii.crc_hqx(public, 0).to_bytes(2, "little")
-    signature = base64.urlsafe_b64encode(key.sign(nonce.encode())).rstrip(b"=")
-    return base64.b32encode(public).rstrip(b"=").decode(), signature.decode()

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 from uuid import UUID
 
-import pyarrow as pa
+from nats.aio.msg import Msg
 
 from saf.destinations.mapping import held_of, said_of, source_of
 from saf.destinations.marks import MAIN, Place, known_of
 from saf.destinations.nats import subjects
-from saf.destinations.nats.connection import Received
+from saf.destinations.nats.batches import EVENTS
+from saf.destinations.nats.connection import status
 from saf.destinations.nats.server import STORED, Link
-from saf.destinations.nats.wire import EVENTS
 from saf.destinations.reading import Reading
-from saf.destinations.tables import HELD, TableReading
+from saf.destinations.tables import Held, TableReading
 from saf.errors import CannotReadBack
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
             moments[source].learn(questions, source)
         until = max((one.until for one in moments.values()), default=0)
         for one in questions.messages(until):
-            headers = {name: unquote(value) for name, value in one.headers().items()}
-            message = said_of(headers, one.body, EVENTS)
+            headers = {name: unquote(value) for name, value in (one.headers or {}).items()}
+            message = said_of(headers, one.data, EVENTS)
             if (broker_id := source_of(message, EVENTS)) is not None:
                 moments[broker_id].add(int(headers["Nats-Sequence"]), message)
         for moment in moments.values():
@@ -59,7 +59,7 @@ def read(name: str, settings: Nats) -> Iterator[Reading]:
         yield TableReading(
             name=name,
             is_=identity,
-            read=lambda source: moments[source].held(),
+            read=lambda source: moments[source].held.table(),
             knows=lambda source: known_of(identity, moments[source].marks),
         )
 
@@ -74,14 +74,14 @@ class Moment:
         """Number of messages ever stored."""
         self.found = 0
         self.marks: dict[Place, str] = {}
-        self._columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
+        self.held = Held()
 
     def learn(self, questions: Questions, source: UUID) -> None:
         """Request the marks of a source."""
         for answer in questions.ask(multi_last=[subjects.marks(questions.stream, source)]):
-            headers = answer.headers()
+            headers = answer.headers or {}
             place = subjects.place_of(headers["Nats-Subject"])
-            self.marks[place] = answer.body.decode()
+            self.marks[place] = answer.data.decode()
             self.stored += int(headers.get(STORED, 0)) if place[0] == MAIN else 0
         self.until = questions.until
 
@@ -89,12 +89,7 @@ class Moment:
         """Add a message, if it existed at that moment."""
         if sequence <= self.until:
             self.found += 1
-            for name, value in held_of(said, EVENTS).items():
-                self._columns[name].append(value)
-
-    def held(self) -> pa.Table:
-        """Return the columns required for each message."""
-        return pa.table(self._columns, schema=HELD)
+            self.held.add(held_of(said, EVENTS))
 
 
 class Questions:
@@ -108,30 +103,30 @@ class Questions:
         self._connection = link.connection
         self._more = False
 
-    def messages(self, until: int) -> Iterator[Received]:
+    def messages(self, until: int) -> Iterator[Msg]:
         """Yield the messages up to a number."""
         first = 1
         while first <= until:
             sequence = until
             for message in self.ask(seq=first, batch=AT_ONCE):
-                sequence = int(message.headers()["Nats-Sequence"])
+                sequence = int((message.headers or {})["Nats-Sequence"])
                 yield message
             if not self._more:
                 return
             first = sequence + 1
 
-    def ask(self, **request: Any) -> Iterator[Received]:
+    def ask(self, **request: Any) -> Iterator[Msg]:
         """Yield messages; at the end, set whether more exist, and the stream's last number."""
         answers = self._connection.answers(
             f"$JS.API.DIRECT.GET.{self.stream}", json.dumps(request).encode()
         )
         for answer in answers:
-            if not answer.status:
+            if not (code := status(answer)):
                 yield answer
                 continue
-            if answer.status == TOO_MANY:
+            if code == TOO_MANY:
                 raise CannotReadBack(self._name, "a source has more marks than one read returns")
-            headers = answer.headers()
+            headers = answer.headers or {}
             self._more = int(headers.get("Nats-Num-Pending", 0)) > 0
             self.until = int(headers.get("Nats-UpTo-Sequence", 0))
             return

@@ -18,15 +18,19 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import NAMESPACE_URL, UUID, uuid5
 
+from nats.aio.msg import Msg
+from nats.errors import Error
+
 from saf.destinations.marks import ABSENT, Known, known_of
 from saf.destinations.nats import subjects
-from saf.destinations.nats.connection import Connection, NatsError, NoResponders, Received
-from saf.destinations.queues import unusable
+from saf.destinations.nats.connection import Connection, Message, NoResponders
+from saf.destinations.queues import ENOUGH, kept_by, unusable
 from saf.destinations.settings import Guarantee
 from saf.errors import Refused, SafError, Unavailable
 
@@ -46,14 +50,15 @@ TO_MEND = {
     10076: "let JetStream be on at this server",
 }
 """The operator's action for an error of JetStream, by its code."""
-LOGINS = ("authorization violation", "authentication", "user authentication", "account authentic")
+LOGINS = ("authorization", "authentication", "user authentication", "account authentic")
 RIGHTS = "permissions violation"
 
 STORED, TTL, ROLLUP = "saf-stored", "Nats-TTL", "Nats-Rollup"
 """Headers of marks. The first has the number of a shard's messages that were ever stored. The other
 two make the stream keep the last mark of a place, and no earlier marks."""
-ENOUGH = 3
-"""Fewest servers that tolerate the loss of one server."""
+COUNT = re.compile(rb"\r\n%b: *(\d+)\r\n" % STORED.encode())
+EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+"""Header with the number of a subject's last message; if it differs, nothing is stored."""
 
 
 class JetStreamError(Exception):
@@ -125,8 +130,8 @@ class Link:
         Raises:
             Refused: the server is too old, or the stream would lose marks.
         """
-        version = str(self.connection.info["version"])
-        if tuple(int(part) for part in version.split("-", maxsplit=1)[0].split(".")[:2]) < OLDEST:
+        version = self.connection.version
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
             raise unusable(self.what, f"its version is {version}", "upgrade it to 2.12 or newer")
         info = self.stream()
         if info is None:
@@ -170,9 +175,9 @@ class Link:
         Asks the stream's leader, because other servers may not have the latest message yet.
         """
         subject = f"$JS.API.STREAM.MSG.GET.{self.settings.stream}"
-        requests = [(subject, json.dumps({"last_by_subj": name}).encode(), None) for name in named]
+        requests = [Message(subject, json.dumps({"last_by_subj": name}).encode()) for name in named]
         rows = []
-        for answer in self.connection.requests([*requests]):
+        for answer in self.connection.requests(requests):
             try:
                 message = answered(answer)["message"]
             except JetStreamError as error:
@@ -180,10 +185,9 @@ class Link:
                     raise
                 rows.append((ABSENT, 0, 0))
                 continue
-            head = base64.b64decode(message.get("hdrs", ""))
-            headers = Received(subject="", head=head, body=b"").headers()
+            stored = COUNT.search(base64.b64decode(message.get("hdrs", "")))
             text = base64.b64decode(message.get("data", "")).decode()
-            rows.append((text, int(message["seq"]), int(headers.get(STORED, 0))))
+            rows.append((text, int(message["seq"]), int(stored[1]) if stored else 0))
         return rows
 
     def identity(self) -> UUID:
@@ -200,7 +204,7 @@ class Link:
     def make_identity(self) -> UUID:
         """Return the identity, after storing it; it stays when the stream's data is moved."""
         identity = self.identity()
-        headers = {"Nats-Expected-Last-Subject-Sequence": 0, **self.kept()}
+        headers = {EXPECTED: "0", **self.kept()}
         subject = subjects.identity(self.settings.stream)
         try:
             answered(self.connection.request(subject, str(identity).encode(), headers))
@@ -249,13 +253,13 @@ class Link:
         self.connection.close()
 
 
-def answered(answer: Received) -> dict[str, Any]:
+def answered(answer: Msg) -> dict[str, Any]:
     """Parse an answer of JetStream.
 
     Raises:
         JetStreamError: the answer is an error.
     """
-    reply: dict[str, Any] = json.loads(answer.body)
+    reply: dict[str, Any] = json.loads(answer.data)
     if "error" in reply:
         raise JetStreamError(reply["error"])
     return reply
@@ -273,14 +277,14 @@ def errors(what: str, settings: Nats) -> Iterator[None]:
     """Translate the errors of a connection."""
     try:
         yield
-    except (NatsError, NoResponders, JetStreamError, OSError) as error:
+    except (Error, NoResponders, JetStreamError, OSError) as error:
         raise translated(what, settings, error) from None
 
 
 def translated(what: str, settings: Nats, error: Exception) -> SafError:
     """Return saf's error for an error of a connection."""
-    reason = settings.redact(str(error)) or type(error).__name__
-    if isinstance(error, NatsError):
+    reason = settings.redact(str(error).removeprefix("nats: ").strip("'")) or type(error).__name__
+    if isinstance(error, Error):
         if reason.lower().startswith(LOGINS):
             return Refused(what, reason, "fix its login in saf.toml")
         if reason.lower().startswith(RIGHTS):
@@ -297,8 +301,8 @@ def translated(what: str, settings: Nats, error: Exception) -> SafError:
 def guarantee(link: Link) -> Guarantee:
     """Return the server's promise with its current settings."""
     config = link.look()
-    settings, info = link.settings, link.connection.info
-    server = f"NATS {info['version']}, {settings.server}, stream {settings.stream}"
+    settings = link.settings
+    server = f"NATS {link.connection.version}, {settings.server}, stream {settings.stream}"
     quality = settings.quality.replace("_", " ")
     if config is None:
         return Guarantee(server=f"{server}, which is made at the first message", promise=quality)
@@ -321,11 +325,7 @@ def guarantee(link: Link) -> Guarantee:
         findings.append(("its marks pile up", "allow_rollup_hdrs"))
     if not config.get("allow_direct"):
         findings.append(("saf reconcile cannot read it back", "allow_direct"))
-    kept = (
-        "one server has each message; a crash of its process loses nothing that was acknowledged"
-        if replicas == 1
-        else f"{replicas} servers have each message, most of them before it is acknowledged"
-    )
+    kept = kept_by(replicas)
     return Guarantee(
         server=server,
         promise=f"{quality}; {kept}; a loss is detected, and saf rebase repeats the messages",

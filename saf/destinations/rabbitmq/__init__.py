@@ -15,16 +15,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 from uuid import NAMESPACE_URL, UUID, uuid5
 
-import pydantic
 from pydantic import AfterValidator, SecretStr
 
 from saf.destinations import Capabilities
 from saf.destinations.addresses import Address, parse
-from saf.destinations.linked import check_certificates
 from saf.destinations.queues import QueueSettings
 from saf.destinations.settings import Guarantee, within
 
@@ -53,7 +50,8 @@ class Rabbitmq(QueueSettings):
     capabilities: ClassVar[Capabilities] = Capabilities(takes_dialogs=False)
 
     client: ClassVar[str | None] = "pika"
-    stores: ClassVar[str] = "queues.Queues"
+    turn_on_tls: ClassVar[str] = "TLS: use amqps:// instead of amqp://"
+    stores: ClassVar[tuple[str, str]] = ("queues", "Queues")
 
     kind: Literal["rabbitmq"] = "rabbitmq"
     server: Annotated[str, AfterValidator(_address)]
@@ -63,23 +61,11 @@ class Rabbitmq(QueueSettings):
     """User name."""
     password: SecretStr | None = None
     """The user's password. Default: that of the user `guest`."""
-    ca_file: Path | None = None
-    """With TLS: CA certificates that verify the server's. Default: the system's."""
-    certificate_file: Path | None = None
-    """With TLS: the client's certificate."""
-    key_file: Path | None = None
-    """With TLS: the key of the client's certificate."""
     exchange: Annotated[str, AfterValidator(_exchange)] = ""
     """Exchange. Default: the server's own, which sends a message to the queue named like its
     topic."""
     step_rows: Annotated[int, within(1, 100_000)] = 5_000
     """Most messages in flight before the first of them is confirmed."""
-
-    @pydantic.model_validator(mode="after")
-    def _has_what_tls_needs(self) -> Self:
-        condition = "TLS: use amqps:// instead of amqp://"
-        check_certificates(self, None if self.address.tls else condition)
-        return self
 
     @property
     def address(self) -> Address:
@@ -107,7 +93,7 @@ class Rabbitmq(QueueSettings):
 
     def guarantee(self, name: str) -> Guarantee:
         """Return the server's promise; see `DestinationSettings.guarantee`."""
-        with self._module(name, "server").connected(name, self) as channel:
+        with self.connected(name) as channel:
             version = channel.version
         exchange = f"exchange {self.exchange!r}" if self.exchange else "its own exchange"
         return Guarantee(

@@ -40,7 +40,7 @@ from saf.destinations.rabbitmq.server import (
     NotAll,
     NotTaken,
     errors,
-    open_channel,
+    open_link,
     translated,
 )
 from saf.destinations.texts import BYTES, NONE, joined, sizes
@@ -81,7 +81,7 @@ class Queues:
     def connect(self) -> None:
         """Connect, unless connected already."""
         if self._channel is None:
-            self._channel = open_channel(self.name, self.settings)
+            self._channel = open_link(self.name, self.settings)
 
     def close(self) -> None:
         """Close the connection, if one is open."""
@@ -117,14 +117,7 @@ class Queues:
         rows = chunk.rows
         if refusal := not_for(self.what, self.identity(), rows, chunk.behind):
             return refusal
-        messages = mapped(
-            self.what,
-            rows,
-            chunk.source,
-            topic=self.settings.topic,
-            form=self.settings.format,
-            prefix=EVENTS,
-        )
+        messages = mapped(self.what, rows, chunk.source, self.settings, prefix=EVENTS)
         check(self.what, messages)
         fail_point("mom_insert")
         if messages.count:

@@ -7,7 +7,6 @@ succeed, it is `Unavailable`; if an operator must fix something, `Refused`.
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from pika.exceptions import (
 )
 
 from saf.database import pinned
+from saf.destinations.addresses import context_of, first_of
 from saf.destinations.queues import unusable
 from saf.errors import Refused, SafError, Unavailable
 
@@ -88,7 +88,8 @@ class NotNow(NotAll):
 class Channel:
     """A destination's connection, with a channel that confirms; not thread-safe."""
 
-    def __init__(self, settings: Rabbitmq) -> None:
+    def __init__(self, what: str, settings: Rabbitmq) -> None:
+        self.what = what
         self._settings = settings
         self._error: BaseException | None = None
         self._connection: Any = None
@@ -96,18 +97,16 @@ class Channel:
         self._tag = 0
         """Number of the last message sent on the channel."""
         self._sending: _Sending | None = None
-        hosts = settings.address.hosts
-        for place, (host, port) in enumerate(hosts, start=1):
-            try:
-                self._open(host, port)
-            except BaseException as error:
-                self.close()
-                if place == len(hosts) or not isinstance(error, ERRORS):
-                    raise
-            else:
-                return
+        first_of(settings.address.hosts, self._open, ERRORS)
 
     def _open(self, host: str, port: int) -> None:
+        try:
+            self._connect(host, port)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, host: str, port: int) -> None:
         bounds, exchange = self._settings.bounds, self._settings.exchange
         self._error = None
         self._connection = pika.SelectConnection(
@@ -299,20 +298,11 @@ class _Sending:
         return self.answered & ~self.refused
 
 
-@contextmanager
-def connected(name: str, settings: Rabbitmq) -> Iterator[Channel]:
-    """Yield a channel, and translate its errors."""
-    channel = open_channel(name, settings)
-    try:
-        yield channel
-    finally:
-        channel.close()
-
-
-def open_channel(name: str, settings: Rabbitmq) -> Channel:
+def open_link(name: str, settings: Rabbitmq) -> Channel:
     """Return a channel that is connected."""
-    with errors(f"destination {name!r}", settings):
-        return Channel(settings)
+    destination = f"destination {name!r}"
+    with errors(destination, settings):
+        return Channel(destination, settings)
 
 
 @contextmanager
@@ -353,12 +343,7 @@ def _inner(error: BaseException) -> str:
 
 
 def _parameters(settings: Rabbitmq, host: str, port: int) -> pika.ConnectionParameters:
-    secure = None
-    if settings.address.tls:
-        context = ssl.create_default_context(cafile=settings.ca_file)
-        if settings.certificate_file is not None:
-            context.load_cert_chain(settings.certificate_file, settings.key_file)
-        secure = pika.SSLOptions(context, host)
+    secure = pika.SSLOptions(context_of(settings), host) if settings.address.tls else None
     return pika.ConnectionParameters(
         host=host,
         port=port,

@@ -8,21 +8,22 @@
     topic = "orders.{service}"              # stream orders.billing
 
 `saf.destinations.rabbitmq_stream.streams` describes how a chunk is stored, and why each message is
-stored once. It implements the stream protocol itself, so it needs no client library; the server
-needs its plugin ``rabbitmq_stream``.
+stored once. The server needs its plugin ``rabbitmq_stream``.
+
+saf implements the stream protocol itself, because rstream 1.1 makes a drain too slow: its producer
+takes 51 µs of the processor's time per message, 19,500 messages a second, of which its encoder of
+AMQP 1.0 takes most; bytes written by Arrow take 4 µs. Its producer also has one publisher per
+stream, and the promise of exactly once needs one per shard and lane.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-import pydantic
 from pydantic import AfterValidator, SecretStr
 
 from saf.destinations import Capabilities
 from saf.destinations.addresses import Address, parse
-from saf.destinations.linked import check_certificates
 from saf.destinations.queues import QueueSettings
 from saf.destinations.settings import within
 
@@ -55,7 +56,8 @@ class RabbitmqStream(QueueSettings):
         exactly_once=True, reads_back=True, takes_dialogs=False
     )
 
-    stores: ClassVar[str] = "streams.Streams"
+    turn_on_tls: ClassVar[str] = "TLS: use rabbitmq-stream+tls:// instead of rabbitmq-stream://"
+    stores: ClassVar[tuple[str, str]] = ("streams", "Streams")
 
     kind: Literal["rabbitmq_stream"] = "rabbitmq_stream"
     server: Annotated[str, AfterValidator(_address)]
@@ -65,24 +67,12 @@ class RabbitmqStream(QueueSettings):
     """User name."""
     password: SecretStr | None = None
     """The user's password. Default: that of the user `guest`."""
-    ca_file: Path | None = None
-    """With TLS: CA certificates that verify the server's. Default: the system's."""
-    certificate_file: Path | None = None
-    """With TLS: the client's certificate."""
-    key_file: Path | None = None
-    """With TLS: the key of the client's certificate."""
     marks: Annotated[str, AfterValidator(_marks)] = "saf-marks"
     """Prefix of the names of the streams that contain marks."""
     replicas: Annotated[int, within(1, 100)] | None = None
     """Servers of a cluster that keep a new stream. Default: the server's setting."""
     step_rows: Annotated[int, within(1, 10_000)] = 5_000
     """Messages to send before waiting for the confirmation of those sent earlier."""
-
-    @pydantic.model_validator(mode="after")
-    def _has_what_tls_needs(self) -> Self:
-        condition = "TLS: use rabbitmq-stream+tls:// instead of rabbitmq-stream://"
-        check_certificates(self, None if self.address.tls else condition)
-        return self
 
     @property
     def address(self) -> Address:

@@ -36,7 +36,6 @@ The journal fences no writer: see `saf.destinations.rabbitmq_stream.streams`.
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -48,14 +47,13 @@ import numpy.typing as npt
 
 from saf.destinations.marks import NOTHING, Known, Mark, Place, read, written
 from saf.destinations.queues import readable
-from saf.destinations.rabbitmq_stream.connection import Connection
-from saf.destinations.rabbitmq_stream.protocol import (
+from saf.destinations.rabbitmq_stream.connection import (
     FIRST,
     NO_STREAM,
-    Command,
+    Connection,
     StreamError,
     at,
-    frame,
+    text_of,
 )
 
 KEPT_BYTES, SEGMENT_BYTES = 32 << 20, 4 << 20
@@ -72,8 +70,6 @@ CARRIED = "saf"
 """Name under which the number of the entry to read from is stored."""
 NOBODY = 255
 """Number of the publisher of entries. It has no name, so the server drops no entry."""
-DATA = b"\0\x53\x75\xb0"
-"""Start of a body in AMQP 1.0; its size follows."""
 
 ROW_BITS, BATCH_BITS = 48, 15
 """Bits of a publishing id for the row's id and for the batch."""
@@ -182,7 +178,7 @@ class Journal:
         """Apply an entry; return its word, if it has one."""
         self._bytes += len(entry)
         with readable(f"stream {self.stream!r}", "an entry", CURE):
-            content = json.loads(entry[len(DATA) + 4 :])
+            content = json.loads(text_of(entry))
             for name, text in content.get("done", {}).items():
                 self._have_done(_place(name), *read(text))
             for name, (text, streams) in content.get("begun", {}).items():
@@ -256,12 +252,7 @@ class Journal:
             connection.forget([NOBODY])
             connection.declare({NOBODY: ("", self.stream)})
             self._declared = True
-        text = json.dumps(fields, separators=(",", ":")).encode()
-        entry = DATA + struct.pack(">I", len(text)) + text
-        before = connection.confirmed
-        head = struct.pack(">BIQI", NOBODY, 1, 0, len(entry))
-        connection.send(frame(Command.PUBLISH, head + entry))
-        connection.confirm(before + 1)
+        connection.add(NOBODY, json.dumps(fields, separators=(",", ":")))
 
 
 def _begun(batch: Begun) -> list[Any]:

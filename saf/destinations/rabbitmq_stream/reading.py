@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from uuid import UUID
-
-import pyarrow as pa
 
 from saf.destinations.mapping import held_of, said_of, source_of
 from saf.destinations.marks import Known
@@ -15,7 +13,7 @@ from saf.destinations.rabbitmq_stream import amqp
 from saf.destinations.rabbitmq_stream.connection import Connection
 from saf.destinations.rabbitmq_stream.journal import Journal, generation, publisher
 from saf.destinations.reading import Reading
-from saf.destinations.tables import HELD, TableReading
+from saf.destinations.tables import Held, TableReading
 from saf.errors import CannotReadBack
 
 if TYPE_CHECKING:
@@ -31,11 +29,11 @@ def read(name: str, settings: RabbitmqStream) -> Iterator[Reading]:
     """
     with settings.connected(name) as link:
         identity = link.identity()
-        columns: dict[UUID, dict[str, list[Any]]] = {}
+        held: dict[UUID, Held] = {}
         known: dict[UUID, Known] = {}
         streams: dict[str, list[Journal]] = {}
         for source in link.sources():
-            columns[source] = {column: [] for column in HELD.names}
+            held[source] = Held()
             journal = link.journal(source)
             journal.follow()
             known[source] = journal.known(identity)
@@ -45,15 +43,14 @@ def read(name: str, settings: RabbitmqStream) -> Iterator[Reading]:
         for stream, journals in sorted(streams.items()):
             if stream not in existing:
                 raise CannotReadBack(name, f"its stream {stream} is gone")
-            if missing := _read(link.connection, stream, columns):
+            if missing := _read(link.connection, stream, held):
                 raise CannotReadBack(name, f"{missing:,} messages of its stream {stream} are gone")
             if missing is None and any(_has_had(journal, stream) for journal in journals):
                 raise CannotReadBack(name, f"all messages of its stream {stream} are gone")
-        nothing: dict[str, list[Any]] = {column: [] for column in HELD.names}
         yield TableReading(
             name=name,
             is_=identity,
-            read=lambda source: pa.table(columns.get(source, nothing), schema=HELD),
+            read=lambda source: held.get(source, Held()).table(),
             knows=lambda source: known.get(source) or Known(destination=identity),
         )
 
@@ -65,9 +62,7 @@ def entries(connection: Connection, stream: str) -> Iterator[tuple[int, bytes]]:
             yield from enumerate(chunk.entries, start=chunk.first)
 
 
-def _read(
-    connection: Connection, stream: str, columns: dict[UUID, dict[str, list[Any]]]
-) -> int | None:
+def _read(connection: Connection, stream: str, held: Mapping[UUID, Held]) -> int | None:
     """Add the messages of a stream, one by one; return the number of the first message, if any.
 
     Later numbers may have gaps: the server uses some for its own entries.
@@ -77,10 +72,8 @@ def _read(
         first = number if first is None else first
         headers = said_of(*amqp.read(message), amqp.EVENTS)
         source = source_of(headers, amqp.EVENTS)
-        if source is not None and source in columns:
-            message_columns = held_of(headers, amqp.EVENTS)
-            for column, values in columns[source].items():
-                values.append(message_columns[column])
+        if source is not None and source in held:
+            held[source].add(held_of(headers, amqp.EVENTS))
     return first
 
 

@@ -18,28 +18,25 @@ syncs its files. So the number of servers that lose power together decides.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from uuid import NAMESPACE_URL, UUID, uuid5
 
 from saf.destinations.marks import Known
-from saf.destinations.queues import unusable
-from saf.destinations.rabbitmq_stream.connection import Connection
-from saf.destinations.rabbitmq_stream.journal import (
-    DATA,
-    KEPT_BYTES,
-    SEGMENT_BYTES,
-    Journal,
-)
-from saf.destinations.rabbitmq_stream.protocol import (
+from saf.destinations.queues import ENOUGH, kept_by, unusable
+from saf.destinations.rabbitmq_stream.connection import (
     DENIED,
     LOGINS,
     NOT_MET,
-    Command,
+    Connection,
     StreamError,
-    frame,
+    text_of,
+)
+from saf.destinations.rabbitmq_stream.journal import (
+    KEPT_BYTES,
+    SEGMENT_BYTES,
+    Journal,
 )
 from saf.destinations.settings import Guarantee
 from saf.errors import Refused, SafError, Unavailable
@@ -53,8 +50,6 @@ NOTER = 254
 """Number of the publisher of ids: the identity, and the sources."""
 IDENTITY = "identity"
 """Name of the publisher of the identity: the first id counts, because its publishing id is 1."""
-ENOUGH = 3
-"""Fewest servers that tolerate the loss of one server."""
 
 
 class Link:
@@ -145,19 +140,14 @@ class Link:
         identities: list[UUID] = []
         with self.connection.chunks(stream) as following:
             while (chunk := following(wait=False)) is not None:
-                identities += [UUID(entry[len(DATA) + 4 :].decode()) for entry in chunk.entries]
+                identities += [UUID(text_of(entry)) for entry in chunk.entries]
         return identities
 
     def _note(self, text: str, *, number: int, by: str = "") -> None:
         """Add an id to the stream of the identity."""
-        connection, encoded = self.connection, text.encode()
-        connection.declare({NOTER: (by, self.settings.marks)})
-        entry = DATA + struct.pack(">I", len(encoded)) + encoded
-        head = struct.pack(">BIQI", NOTER, 1, number, len(entry))
-        before = connection.confirmed
-        connection.send(frame(Command.PUBLISH, head + entry))
-        connection.confirm(before + 1)
-        connection.forget([NOTER])
+        self.connection.declare({NOTER: (by, self.settings.marks)})
+        self.connection.add(NOTER, text, number=number)
+        self.connection.forget([NOTER])
 
     def close(self) -> None:
         """Close the connection."""
@@ -216,11 +206,7 @@ def guarantee(link: Link) -> Guarantee:
         )
     elif replicas < ENOUGH:
         findings.append(("two servers work only together", "a cluster of three servers"))
-    kept = (
-        "one server has each message; a crash of its process loses nothing that was acknowledged"
-        if replicas == 1
-        else f"{replicas} servers have each message, most of them before it is acknowledged"
-    )
+    kept = kept_by(replicas)
     return Guarantee(
         server=server,
         promise=f"{quality}; {kept}; the loss of a server's marks is detected, and saf rebase "

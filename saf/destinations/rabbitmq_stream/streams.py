@@ -44,7 +44,7 @@ from saf.destinations.marks import ONCE, Mark, Place
 from saf.destinations.places import guarded, judged, noting, places_of, refuse
 from saf.destinations.queues import unusable
 from saf.destinations.rabbitmq_stream import amqp
-from saf.destinations.rabbitmq_stream.connection import Connection
+from saf.destinations.rabbitmq_stream.connection import VERSION, Command, Connection
 from saf.destinations.rabbitmq_stream.journal import (
     BATCH_BITS,
     ROW_BITS,
@@ -52,7 +52,6 @@ from saf.destinations.rabbitmq_stream.journal import (
     publisher,
     publishing_ids,
 )
-from saf.destinations.rabbitmq_stream.protocol import VERSION, Command
 from saf.destinations.rabbitmq_stream.server import Link, errors, open_link
 from saf.destinations.texts import BYTES, fixed
 from saf.errors import Refused, Rejected, Unavailable
@@ -236,14 +235,7 @@ class Streams:
         return batches
 
     def _mapped(self, rows: pa.Table, source: UUID) -> Mapped:
-        messages = mapped(
-            self.what,
-            rows,
-            source,
-            topic=self.settings.topic,
-            form=self.settings.format,
-            prefix=amqp.EVENTS,
-        )
+        messages = mapped(self.what, rows, source, self.settings, prefix=amqp.EVENTS)
         for topic in messages.topics:
             if len(topic.encode()) > LONGEST:
                 raise Rejected(self.what, f"its stream's name has more than {LONGEST} bytes")

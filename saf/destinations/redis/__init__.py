@@ -22,21 +22,19 @@ the keys. The client is the extra ``redis``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import pydantic
 from pydantic import AfterValidator, SecretStr
 
 from saf.destinations import Capabilities
-from saf.destinations.addresses import named_host
-from saf.destinations.linked import check_certificates
+from saf.destinations.addresses import hosts_of, without_login
 from saf.destinations.queues import QueueSettings
 from saf.destinations.settings import within
 
 PORTS = {"": 6379, "cluster": 6379, "sentinel": 26379}
 """Default port, by the part of the scheme after ``+``."""
+NO_HOST = "lacks a host, or has something after it that is not a database"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +65,7 @@ def parse(text: str) -> Address:
     Raises:
         ValueError: the address is invalid.
     """
-    if "@" in text:
-        raise ValueError("give a login by username = … and password = …, not in the address")
-    scheme, _, rest = text.partition("://")
+    scheme, _, rest = without_login(text).partition("://")
     if scheme == "unix":
         url = urlsplit(text)
         (number,) = parse_qs(url.query).get("db", ["0"])
@@ -81,7 +77,7 @@ def parse(text: str) -> Address:
             "rediss://…, unix:///path, redis+sentinel://host/name, redis+cluster://host"
         )
     places, _, path = rest.partition("/")
-    hosts = tuple(_host(text, host, PORTS[found_by]) for host in places.split(","))
+    hosts = hosts_of(text, places, PORTS[found_by], NO_HOST)
     parts = path.split("/") if path else []
     master = parts.pop(0) if found_by == "sentinel" and parts else ""
     if found_by == "sentinel" and not master:
@@ -94,17 +90,6 @@ def parse(text: str) -> Address:
     return Address(
         hosts=hosts, found_by=found_by, master=master, database=database, tls=protocol == "rediss"
     )
-
-
-def _host(text: str, place: str, port: int) -> tuple[str, int]:
-    url = urlsplit(f"//{place}")
-    try:
-        host, url_port = url.hostname, url.port
-    except ValueError as error:
-        raise ValueError(f"{text!r}: {error}") from None
-    if not host or url.query:
-        raise ValueError(f"{text!r} lacks a host, or has something after it that is not a database")
-    return named_host(text, host), url_port or port
 
 
 def _number(text: str, database: str) -> int:
@@ -132,7 +117,8 @@ class Redis(QueueSettings):
     )
 
     client: ClassVar[str | None] = "redis"
-    stores: ClassVar[str] = "streams.Streams"
+    turn_on_tls: ClassVar[str] = "TLS: use rediss:// instead of redis://"
+    stores: ClassVar[tuple[str, str]] = ("streams", "Streams")
 
     kind: Literal["redis"] = "redis"
     server: Annotated[str, AfterValidator(_address)]
@@ -142,24 +128,12 @@ class Redis(QueueSettings):
     """User of the server's ACL. Default: its user `default`."""
     password: SecretStr | None = None
     """The user's password."""
-    ca_file: Path | None = None
-    """With TLS: CA certificates that verify the server's. Default: the system's."""
-    certificate_file: Path | None = None
-    """With TLS: the client's certificate."""
-    key_file: Path | None = None
-    """With TLS: the key of the client's certificate."""
     hash_tag: Annotated[str, AfterValidator(_tag)] = "saf"
     """Hash tag that all keys have in braces, so that a cluster keeps them together."""
     replicas: Annotated[int, within(0, 100)] = 0
     """Replicas that must have a chunk before it counts as stored."""
     step_rows: Annotated[int, within(1, 100_000)] = 2_000
     """Messages to store at a time; the server does nothing else while it stores them."""
-
-    @pydantic.model_validator(mode="after")
-    def _has_what_tls_needs(self) -> Self:
-        condition = "TLS: use rediss:// instead of redis://"
-        check_certificates(self, None if self.address.tls else condition)
-        return self
 
     @property
     def address(self) -> Address:

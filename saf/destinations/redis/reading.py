@@ -15,8 +15,8 @@ from saf.destinations.marks import known_of
 from saf.destinations.reading import Reading
 from saf.destinations.redis import script
 from saf.destinations.redis.server import Link
-from saf.destinations.redis.wire import BODY, EVENTS
-from saf.destinations.tables import HELD, TableReading
+from saf.destinations.redis.streams import BODY, EVENTS
+from saf.destinations.tables import Held, TableReading
 from saf.errors import CannotReadBack
 
 if TYPE_CHECKING:
@@ -77,15 +77,13 @@ class Moment:
             self._ends[key] = info["last-generated-id"]
 
     def held(self) -> pa.Table:
-        """Return the columns required for each message. Python reads the messages one by one."""
-        columns: dict[str, list[Any]] = {name: [] for name in HELD.names}
+        """Return the messages."""
+        held = Held()
         for key, end in self._ends.items():
             for entry in self._entries(key, end):
                 if source_of(entry, EVENTS) == self._source:
-                    message = held_of(entry, EVENTS)
-                    for name, values in columns.items():
-                        values.append(message[name])
-        return pa.table(columns, schema=HELD)
+                    held.add(held_of(entry, EVENTS))
+        return held.table()
 
     def _entries(self, key: bytes, end: bytes) -> Iterator[Mapping[str, str]]:
         """Yield saf's headers of each entry; bodies need not be text."""

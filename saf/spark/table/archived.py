@@ -34,7 +34,7 @@ from pyarrow.fs import FileSystem, LocalFileSystem
 from pyspark.sql.datasource import InputPartition
 
 from saf.database import fetch
-from saf.destinations.archives import table_at
+from saf.destinations.kinds import table_at
 from saf.errors import ConfigurationError, MissingExtra, Unavailable
 from saf.log.archive import pieces
 from saf.log.columns import plain

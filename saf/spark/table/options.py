@@ -44,7 +44,7 @@ from typing import Literal, cast
 
 from saf.config import Broker, did_you_mean, load
 from saf.database import Dsn
-from saf.destinations.archives import table_at
+from saf.destinations.kinds import table_at
 from saf.errors import ConfigurationError
 from saf.fleets import ask
 from saf.log.offset import NO_LIMIT, Limit
