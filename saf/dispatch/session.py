@@ -24,6 +24,7 @@ from saf.dispatch.judging import Judge
 from saf.dispatch.read_ahead import ReadAhead
 from saf.dispatch.sending import Sender
 from saf.dispatch.settings import Endpoint, StoredEndpoint
+from saf.dispatch.walk import State
 from saf.dispatch.window import Window
 from saf.errors import EndpointRemoved, Fenced
 from saf.failpoints import fail_point
@@ -166,7 +167,7 @@ class Session:
         if (
             marks.succeeded
             or marks.waiting
-            or marks.talked
+            or marks.of(State.RECEIVED)
             or any(cursor.closed for cursor in marks.cursors)
         ):
             # there may be more messages in these lanes, or since the batches were opened

@@ -8,6 +8,7 @@ from uuid import UUID
 import pytest
 
 from saf.dispatch.progress import InHand
+from saf.dispatch.walk import State, send
 from saf.dispatch.window import Window
 from saf.errors import Fenced
 from saf.received import READ, Received
@@ -131,7 +132,7 @@ def test_what_follows_a_key_that_waits_parks_behind_it_until_that_is_written(
     window.add(message(4, sent.lane, sent.shard), behind=False)
     marks = window.marks()
     assert marks is not None
-    assert [one.id for one in marks.park] == [sent.id, 3, 4]
+    assert [walk.message.id for walk in marks.of(State.PARKED)] == [sent.id, 3, 4]
     assert sent.lane in window.known_lanes
     window.written(marks)
     assert sent.lane not in window.known_lanes
@@ -150,7 +151,8 @@ def test_a_message_whose_time_has_come_is_not_read_again_before_its_end_is_writt
     assert window.known_late == [11]
     marks = window.marks()
     assert marks is not None
-    assert (marks.unpark, marks.timed) == ([11], {1})
+    assert [(str(walk.state), walk.message.parked_id) for walk in marks.ended] == [("accepted", 11)]
+    assert marks.timed == {1}
     assert window.known_late == []
 
 
@@ -161,7 +163,8 @@ def test_a_message_whose_time_has_come_goes_behind_its_key_if_that_waits() -> No
     window.add_late(message(2, shard=2, parked_id=12), behind=False)
     marks = window.marks()
     assert marks is not None
-    assert (marks.move, marks.timed) == ([(11, "a")], {1})
+    assert [(str(walk.state), walk.message.parked_id) for walk in marks.ended] == [("moved", 11)]
+    assert marks.timed == {1}
     assert window.known_late == []
     assert window.held == 0
 
@@ -187,3 +190,21 @@ def test_a_key_that_rests_is_not_woken_after_its_shard_has_gone(window: Window) 
     assert other is not None
     assert other.lane != sent.lane
     assert window.next() is None
+
+
+def test_a_walk_names_its_message_and_its_state(window: Window) -> None:
+    sent = window.next()
+    assert sent is not None
+    (walk,) = window.lanes[sent.lane].queue
+    assert str(walk) == f"message {sent.message_id} of '{sent.lane}', in flight"
+    window.reject(sent, "rejected", "HTTP 400")
+    assert str(walk) == f"message {sent.message_id} of '{sent.lane}', buried: rejected: HTTP 400"
+
+
+def test_a_walk_that_has_ended_takes_no_further_step(window: Window) -> None:
+    sent = window.next()
+    assert sent is not None
+    (walk,) = window.lanes[sent.lane].queue
+    window.done(sent)
+    with pytest.raises(AssertionError, match="accepted: it cannot be in flight"):
+        send(walk)

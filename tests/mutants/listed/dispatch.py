@@ -581,8 +581,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a reply that is refused is forgotten",
         MARKING,
-        '        marks.bury += [(entry, "failed", error) for entry, error in refused]\n',
-        "",
+        '        bury(replied[message], "failed", error)\n',
+        "        pass\n",
         f"{REPLIES}::test_a_reply_that_the_database_refuses_makes_a_dead_letter_and_others_go_on",
     ),
     mutant(
