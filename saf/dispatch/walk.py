@@ -67,13 +67,15 @@ NEXT = {
 """States that may follow each state; the others are ends."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Walk:
     """A message, and its state with the data of that state."""
 
     message: Received
     late: bool = False
     """True if the message waited in saf.parked for its deliver_at."""
+    alone: bool = False
+    """True if the message is sent in a request of its own next, because a batch was refused."""
     state: State = State.QUEUED
     reply: Message | None = None
     """Reply of the endpoint that has accepted the message."""

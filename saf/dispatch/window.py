@@ -13,9 +13,8 @@ fails, throw the window away: messages in flight, or answered and not marked, ar
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from uuid import UUID
 
 from saf.dispatch.progress import InHand, Mark
 from saf.dispatch.replies import Answer
@@ -102,11 +101,6 @@ class Window:
         return [parked_id for parked_id in ids if parked_id is not None]
 
     @property
-    def ids(self) -> set[UUID]:
-        """Ids of the messages in memory."""
-        return {walk.message.message_id for lane in self.lanes.values() for walk in lane.queue}
-
-    @property
     def anything_ready(self) -> bool:
         """True if a message could be sent."""
         if not self.leaving:
@@ -180,7 +174,7 @@ class Window:
 
     # Outgoing messages
 
-    def next(self) -> Received | None:
+    def next(self) -> Walk | None:
         """Return the next message to send; from now on, it is in flight."""
         for _ in range(len(self._ready)):
             lane = self._ready.popleft()
@@ -190,34 +184,34 @@ class Window:
             return self._off(lane)
         return None
 
-    def next_of(self, message: Received) -> Received | None:
+    def next_of(self, walk: Walk) -> Walk | None:
         """Return the next message of a key in flight, to be sent in the same request."""
-        lane = self.lanes[message.lane]
+        lane = self.lanes[walk.message.lane]
         return self._off(lane) if len(lane.queue) > lane.in_flight else None
 
-    def _off(self, lane: Lane) -> Received:
+    def _off(self, lane: Lane) -> Walk:
         walk = send(lane.queue[lane.in_flight])
         lane.in_flight += 1
         self.in_flight += 1
-        return walk.message
+        return walk
 
-    def done(self, message: Received, reply: Message | None = None) -> None:
+    def done(self, walk: Walk, reply: Message | None = None) -> None:
         """Note that the endpoint has accepted a message, and may have replied."""
         self._new.accepted += 1
-        self._end(message, lambda walk: accept(walk, reply))
+        self._end(accept(walk, reply))
 
-    def talked(self, message: Received, outcome: Outcome) -> None:
+    def talked(self, walk: Walk, outcome: Outcome) -> None:
         """Note the result of a dialog's message, which the marks receive."""
         self._new.accepted += outcome.sent
-        self._end(message, lambda walk: receive(walk, outcome))
+        self._end(receive(walk, outcome))
 
-    def put_back(self, message: Received) -> None:
+    def put_back(self, walk: Walk) -> None:
         """Queue a message again, after the other lanes, as if it had not been sent."""
-        self._stands(self._put_back(message))
+        self._stands(self._landed(put_back(walk)))
 
-    def rest(self, message: Received) -> None:
+    def rest(self, walk: Walk) -> None:
         """Make a message's key wait until it is woken, as if the message had not been sent."""
-        self._resting.add(self._put_back(message).name)
+        self._resting.add(self._landed(put_back(walk)).name)
 
     def wake(self, name: str) -> None:
         """Give a resting lane its turn again."""
@@ -225,25 +219,25 @@ class Window:
             self._resting.discard(name)
             self._stands(self.lanes[name])
 
-    def reject(self, message: Received, reason: str, error: str) -> None:
+    def reject(self, walk: Walk, reason: str, error: str) -> None:
         """Make a dead letter of a message that the endpoint has rejected. Its key continues."""
-        self._end(message, lambda walk: bury(walk, reason, error))
+        self._end(bury(walk, reason, error))
 
-    def wait(self, message: Received, waiting: Waiting) -> None:
+    def wait(self, walk: Walk, waiting: Waiting) -> None:
         """Make a message wait in its key's lane, and the key's other messages behind it."""
-        lane = self._landed(message)
-        for walk in lane.queue:
-            self._complete(park(walk))
+        lane = self._landed(walk)
+        for queued in lane.queue:
+            self._complete(park(queued))
         self._let_go(lane.queue)
-        self._touch(message.shard)
+        self._touch(lane.shard)
         self._new.waiting[lane.name] = waiting
         self._stopped.add(lane.name)
         del self.lanes[lane.name]
 
-    def note(self, message: Received, answer: Answer) -> None:
+    def note(self, walk: Walk, answer: Answer) -> None:
         """Record a failed attempt for operators."""
-        self._new.attempts.append((message, answer))
-        self._touch(message.shard)
+        self._new.attempts.append((walk.message, answer))
+        self._touch(walk.message.shard)
 
     def count(self, lanes: Iterable[Waiting]) -> None:
         """Set the attempts of lanes that already wait."""
@@ -253,13 +247,8 @@ class Window:
                 self._new.waiting[waiting.lane] = waiting
                 self._touch(waiting.shard)
 
-    def _put_back(self, message: Received) -> Lane:
-        lane = self._landed(message)
-        put_back(lane.queue[lane.in_flight])
-        return lane
-
-    def _landed(self, message: Received) -> Lane:
-        lane = self.lanes[message.lane]
+    def _landed(self, walk: Walk) -> Lane:
+        lane = self.lanes[walk.message.lane]
         lane.in_flight -= 1
         self.in_flight -= 1
         return lane
@@ -269,12 +258,11 @@ class Window:
         if not lane.in_flight:
             self._ready.append(lane)
 
-    def _end(self, message: Received, step: Callable[[Walk], Walk]) -> None:
-        lane = self._landed(message)
-        walk = lane.queue.popleft()
-        self.held -= 1
-        self.bytes -= message.size
-        self._complete(step(walk))
+    def _end(self, walk: Walk) -> None:
+        lane = self._landed(walk)
+        lane.queue.remove(walk)  # the first, or one of the first, which are in flight
+        self._let_go([walk])
+        self._complete(walk)
         if lane.queue:
             self._stands(lane)
             return
