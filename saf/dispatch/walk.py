@@ -1,21 +1,19 @@
 """The walk of a message through a dispatcher: its states, and the steps between them.
 
-    read from the log, or from saf.parked
-      │
-      ├── park ──────> PARKED      waits in the lane of its key, which waits already
-      ├── postpone ──> POSTPONED   waits for its deliver_at
-      ├── bury ──────> BURIED      a dead letter: expired, too large, or out of attempts
-      v
-    QUEUED             in memory, behind the earlier messages of its key
-      │    ^
-      send │           its key has its turn
-      v  put_back      not sent, or to be sent again: the endpoint is down, or a batch was refused
-    IN_FLIGHT
-      │
-      ├── accept ────> ACCEPTED    the endpoint has accepted it, and may have replied
-      ├── receive ───> RECEIVED    a message of a dialog, whose end receives it with the outcome
-      ├── park ──────> PARKED      waits for another attempt, and its key's messages behind it
-      └── bury ──────> BURIED      a dead letter: rejected, expired, or out of attempts
+    step       from        to           what happens
+    ---------  ----------  -----------  --------------------------------------------------------
+               (read)      QUEUED       in memory, behind the earlier messages of its key
+    send       QUEUED      IN_FLIGHT    its key has its turn
+    put_back   IN_FLIGHT   QUEUED       not sent, or to be sent again: a batch was refused, or
+                                        the endpoint is down
+    accept     IN_FLIGHT   ACCEPTED     the endpoint has accepted it, and may have replied
+    receive    IN_FLIGHT   RECEIVED     a dialog's message: its end receives it, with the outcome
+    park       IN_FLIGHT   PARKED       waits in its key's lane, for another attempt
+    park       QUEUED      PARKED       waits in its key's lane, behind the one that waits
+    postpone   QUEUED      POSTPONED    waits for its deliver_at
+    bury       QUEUED      BURIED       a dead letter: expired, too large, or out of attempts
+    bury       IN_FLIGHT   BURIED       a dead letter: rejected, expired, or out of attempts
+    bury       ACCEPTED    BURIED       a dead letter: the database refuses its reply
 
 A message that waits in saf.parked already is MOVED instead of PARKED. An ended walk is part of the
 next marks, which `saf.dispatch.marking` writes: only then is it complete for other members too.
@@ -25,6 +23,7 @@ that follows from an answer.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -44,27 +43,6 @@ class State(StrEnum):
     MOVED = "moved"
     POSTPONED = "postponed"
     BURIED = "buried"
-
-
-NEXT = {
-    State.QUEUED: {
-        State.IN_FLIGHT,
-        State.PARKED,
-        State.MOVED,
-        State.POSTPONED,
-        State.BURIED,
-    },
-    State.IN_FLIGHT: {
-        State.QUEUED,
-        State.ACCEPTED,
-        State.RECEIVED,
-        State.PARKED,
-        State.MOVED,
-        State.BURIED,
-    },
-    State.ACCEPTED: {State.BURIED},
-}
-"""States that may follow each state; the others are ends."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,44 +71,45 @@ class Walk:
 
 def send(walk: Walk) -> Walk:
     """Put a message in flight."""
-    return _step(walk, State.IN_FLIGHT)
+    return _step(walk, State.IN_FLIGHT, after=(State.QUEUED,))
 
 
 def put_back(walk: Walk) -> Walk:
     """Queue a message again, as if it had not been sent."""
-    return _step(walk, State.QUEUED)
+    return _step(walk, State.QUEUED, after=(State.IN_FLIGHT,))
 
 
 def accept(walk: Walk, reply: Message | None) -> Walk:
     """Note that the endpoint has accepted a message, and may have replied."""
     walk.reply = reply
-    return _step(walk, State.ACCEPTED)
+    return _step(walk, State.ACCEPTED, after=(State.IN_FLIGHT,))
 
 
 def receive(walk: Walk, outcome: Outcome) -> Walk:
     """Leave a dialog's message to its end."""
     walk.outcome = outcome
-    return _step(walk, State.RECEIVED)
+    return _step(walk, State.RECEIVED, after=(State.IN_FLIGHT,))
 
 
 def park(walk: Walk) -> Walk:
     """Make a message wait in the lane of its key."""
-    return _step(walk, State.PARKED if walk.message.parked_id is None else State.MOVED)
+    state = State.PARKED if walk.message.parked_id is None else State.MOVED
+    return _step(walk, state, after=(State.QUEUED, State.IN_FLIGHT))
 
 
 def postpone(walk: Walk) -> Walk:
-    """Make a message wait for its deliver_at."""
-    return _step(walk, State.POSTPONED)
+    """Make a message that was read wait for its deliver_at."""
+    return _step(walk, State.POSTPONED, after=(State.QUEUED,))
 
 
 def bury(walk: Walk, reason: str, error: str | None) -> Walk:
     """Make a dead letter of a message; of an accepted one, if its reply is refused."""
     walk.reason, walk.error = reason, error
-    return _step(walk, State.BURIED)
+    return _step(walk, State.BURIED, after=(State.QUEUED, State.IN_FLIGHT, State.ACCEPTED))
 
 
-def _step(walk: Walk, state: State) -> Walk:
-    if state not in NEXT.get(walk.state, ()):
+def _step(walk: Walk, state: State, *, after: Collection[State]) -> Walk:
+    if walk.state not in after:
         raise AssertionError(f"{walk}: it cannot be {state}")
     walk.state = state
     return walk
