@@ -32,7 +32,7 @@ class Marks:
 
     cursors: list[Mark] = field(default_factory=list)
     ended: list[Walk] = field(default_factory=list)
-    """Messages whose walk has ended."""
+    """Messages whose walk has ended, except those that need only their shard's mark."""
     waiting: dict[str, Waiting] = field(default_factory=dict)
     """New waiting states of lanes."""
     succeeded: list[str] = field(default_factory=list)
@@ -273,14 +273,15 @@ class Window:
     def _complete(self, walk: Walk) -> None:
         """Note that a walk has ended, for the next marks."""
         message, moved = walk.message, walk.state is State.MOVED
-        self._new.ended.append(walk)
         self._new.messages += not moved
         if message.parked_id is None:
             self.shards[message.shard].complete(message.id)
-            return
-        if walk.late or moved:
+            if walk.state is State.ACCEPTED and walk.reply is None:
+                return  # its shard's mark is enough, so its body need not stay in memory
+        elif walk.late or moved:
             self._new.timed.add(message.shard)
         self._touch(message.shard)
+        self._new.ended.append(walk)
 
     def _let_go(self, walks: Collection[Walk]) -> None:
         self.held -= len(walks)
