@@ -62,7 +62,7 @@ def share_prepared(
     """Let two connections over one session share its prepared statements.
 
     psycopg numbers the statements of a connection object. Two objects would use a name twice, and
-    a DEALLOCATE ALL of one would surprise the other.
+    a DEALLOCATE ALL of one would remove the statements of the other.
 
     Upstream: A synchronous and an asyncio connection may be created over the same PGconn, and work
     by turns. Both then prepare statements under the same names. A public way to share the

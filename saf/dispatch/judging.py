@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
-from uuid import UUID
 
 import psycopg
 
@@ -30,10 +29,10 @@ from saf.dispatch.replies import Answer, Meaning
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.source import TALKS
 from saf.dispatch.talking import Outcome
+from saf.dispatch.walk import Walk
 from saf.dispatch.window import Window
 from saf.errors import InvalidMessage
 from saf.logger import Log
-from saf.received import Received
 from saf.receiving.failures import about
 from saf.receiving.retries import Waiting
 
@@ -97,8 +96,6 @@ class Judge:
         self.condition = Condition()
         """Condition of the endpoint, as far as this process knows."""
         self.to_write: list[Callable[[psycopg.Connection[Any]], None]] = []
-        self.alone: set[UUID] = set()
-        """Ids of messages to send alone, because a request with several messages failed."""
         self._book = book
         self._converses = converses
         self._breaker = Breaker[Waiting](threshold=endpoint.breaker_failures)
@@ -111,12 +108,13 @@ class Judge:
             self._breaker.reset()
         self.condition = found
 
-    def is_spoken(self, message: Received) -> bool:
+    def is_spoken(self, walk: Walk) -> bool:
         """Return whether a message belongs to a dialog that has an end at this subscription."""
-        return self._converses and message.from_initiator is not None
+        return self._converses and walk.message.from_initiator is not None
 
-    def leave_to_worker(self, message: Received) -> None:
+    def leave_to_worker(self, walk: Walk) -> None:
         """Make a message of a dialog, and its key behind it, wait for a worker that can reply."""
+        message = walk.message
         waiting = Waiting(
             lane=message.lane,
             shard=message.shard,
@@ -125,107 +123,101 @@ class Judge:
             awaits_handler=True,
             message_type=message.message_type,
         )
-        self.window.wait(message, waiting)
+        self.window.wait(walk, waiting)
 
-    def answered_together(self, messages: list[Received], answer: Answer) -> None:
+    def answered_together(self, walks: list[Walk], answer: Answer) -> None:
         """Note the answer to several messages.
 
         If the answer is bad, one of the messages may be to blame. So each is sent alone next.
         """
         if answer.meaning is Meaning.DONE:
             self.window.count(self._breaker.succeeded())
-            for message in messages:
-                self.window.done(message)
+            for walk in walks:
+                self.window.done(walk)
             return
-        self.window.note(messages[0], answer)
-        for message in reversed(messages):
-            self.window.put_back(message)
+        self.window.note(walks[0], answer)
+        for walk in reversed(walks):
+            self.window.put_back(walk)
         if self.condition.sends and answer.meaning is Meaning.GONE:
             self._disable(answer)
         elif self.condition.sends and answer.retry_after is not None:
             self._open(answer)
         elif self.condition.sends:
-            self.let_be_alone(*messages)
+            for walk in walks:
+                walk.alone = True
 
-    def let_be_alone(self, *messages: Received) -> None:
-        """Send messages alone, each when its turn comes."""
-        self.alone.update(message.message_id for message in messages)
-        if len(self.alone) > self.window.held:
-            # some have expired, or left with their shards
-            self.alone &= self.window.ids
-
-    def answered(self, message: Received, answer: Answer) -> None:
+    def answered(self, walk: Walk, answer: Answer) -> None:
         """Note the answer to a message."""
         if answer.meaning in UP:
             self.window.count(self._breaker.succeeded())
-            self._settle(message, answer)
+            self._settle(walk, answer)
             return
-        self.window.note(message, answer)
+        self.window.note(walk, answer)
         if not self.condition.sends:
             # the endpoint is known to be down: this is not new, and does not blame the message
-            self.window.put_back(message)
+            self.window.put_back(walk)
         elif answer.meaning is Meaning.GONE:
-            self.window.put_back(message)
+            self.window.put_back(walk)
             self._disable(answer)
         else:
-            self._failed(message, answer)
+            self._failed(walk, answer)
 
-    def _settle(self, message: Received, answer: Answer) -> None:
+    def _settle(self, walk: Walk, answer: Answer) -> None:
         """Apply to a message the answer of an endpoint that is up."""
         if answer.meaning is Meaning.DONE:
-            self._done(message, answer)
+            self._done(walk, answer)
             return
-        self.window.note(message, answer)
-        last = message.attempt >= self.endpoint.attempts
+        self.window.note(walk, answer)
+        last = walk.message.attempt >= self.endpoint.attempts
         if answer.meaning is Meaning.FAILED and not last:
-            counted = self._waiting(message, answer)
-            self.window.wait(message, counted)
+            counted = self._waiting(walk, answer)
+            self.window.wait(walk, counted)
             wait = f"in {counted.wait:g} s"
-            self._log(log.warning, "message_failed", message, answer, next_attempt=wait)
+            self._log(log.warning, "message_failed", walk, answer, next_attempt=wait)
             return
         reason = "rejected" if answer.meaning is Meaning.REJECTED else "failed"
-        self._reject(message, reason, answer)
+        self._reject(walk, reason, answer)
 
-    def _done(self, message: Received, answer: Answer) -> None:
-        if self.is_spoken(message):
-            self.window.talked(message, Outcome(sent=True, reply=answer.reply))
+    def _done(self, walk: Walk, answer: Answer) -> None:
+        if self.is_spoken(walk):
+            self.window.talked(walk, Outcome(sent=True, reply=answer.reply))
         elif answer.reply is None:
-            self.window.done(message)
+            self.window.done(walk)
         else:
             try:
-                self.window.done(message, replies.to(message, answer.reply))
+                self.window.done(walk, replies.to(walk.message, answer.reply))
             except InvalidMessage as error:
-                self._reject(message, "failed", replace(answer, error=f"its reply: {error}"))
+                self._reject(walk, "failed", replace(answer, error=f"its reply: {error}"))
 
-    def _reject(self, message: Received, reason: str, answer: Answer) -> None:
-        if self.is_spoken(message):
-            self.window.talked(message, Outcome(reason=reason, error=answer.error))
+    def _reject(self, walk: Walk, reason: str, answer: Answer) -> None:
+        if self.is_spoken(walk):
+            self.window.talked(walk, Outcome(reason=reason, error=answer.error))
         else:
-            self.window.reject(message, reason, answer.error)
-        self._log(log.error, "dead_letter", message, answer)
+            self.window.reject(walk, reason, answer.error)
+        self._log(log.error, "dead_letter", walk, answer)
 
-    def _failed(self, message: Received, answer: Answer) -> None:
+    def _failed(self, walk: Walk, answer: Answer) -> None:
         """Make the message wait; its attempt counts once the endpoint is known to be up."""
-        counted = self._waiting(message, answer)
+        counted = self._waiting(walk, answer)
         # a message whose last attempt has failed is checked again immediately
-        last = message.attempt >= self.endpoint.attempts
+        last = walk.message.attempt >= self.endpoint.attempts
         suspect = replace(counted, wait=0.0) if last else counted
         if self._breaker.failed(suspect) or answer.retry_after is not None:
             self._breaker.reset()
-            self.window.put_back(message)
+            self.window.put_back(walk)
             self._open(answer)
             return
-        self.window.wait(message, replace(counted, attempts=message.attempt - 1))
+        self.window.wait(walk, replace(counted, attempts=walk.message.attempt - 1))
         wait = f"in {counted.wait:g} s"
-        self._log(log.warning, "message_failed", message, answer, next_attempt=wait)
+        self._log(log.warning, "message_failed", walk, answer, next_attempt=wait)
 
-    def _waiting(self, message: Received, answer: Answer) -> Waiting:
+    def _waiting(self, walk: Walk, answer: Answer) -> Waiting:
         """Return how a message's lane continues to wait, if this attempt counts."""
-        wait = max(self.endpoint.wait_seconds(message.attempt), answer.retry_after or 0.0)
+        wait = max(self.endpoint.wait_seconds(walk.message.attempt), answer.retry_after or 0.0)
         return Waiting(
-            lane=message.lane,
-            shard=message.shard,
-            attempts=message.attempt,
+            lane=walk.message.lane,
+            shard=walk.message.shard,
+            attempts=walk.message.attempt,
             error=answer.error,
             wait=wait,
         )
@@ -246,21 +238,21 @@ class Judge:
         self.to_write.append(lambda connection: self._book.disable(connection, answer.error))
         log.error("endpoint_disabled", endpoint=self.name, error=answer.error)
 
-    def probed(self, message: Received, answer: Answer) -> None:
+    def probed(self, walk: Walk, answer: Answer) -> None:
         """Note a probe's answer: whether the endpoint is up again."""
         if answer.meaning in UP:
             self._breaker.reset()
             self.condition = Condition(paused=self.condition.paused)
             self.to_write.append(self._book.up)
             log.info("endpoint_up", endpoint=self.name)
-            self._settle(message, answer)
+            self._settle(walk, answer)
             return
-        self.window.note(message, answer)
+        self.window.note(walk, answer)
         if answer.meaning is Meaning.GONE:
-            self.window.put_back(message)
+            self.window.put_back(walk)
             self._disable(answer)
             return
-        self.window.put_back(message)
+        self.window.put_back(walk)
         wait = max(
             self.endpoint.wait_seconds(self.condition.failures + 1), answer.retry_after or 0.0
         )
@@ -273,15 +265,15 @@ class Judge:
         self,
         write: Callable[..., Any],
         event: str,
-        message: Received,
+        walk: Walk,
         answer: Answer,
         **fields: str,
     ) -> None:
         write(
             event,
             endpoint=self.name,
-            **about(message),
-            attempt=f"{message.attempt} of {self.endpoint.attempts}",
+            **about(walk.message),
+            attempt=f"{walk.message.attempt} of {self.endpoint.attempts}",
             error=answer.error,
             **fields,
         )

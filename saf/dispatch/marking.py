@@ -16,6 +16,7 @@ from saf.database import fetch
 from saf.dispatch import replies, talking
 from saf.dispatch.progress import Mark
 from saf.dispatch.replies import Answer
+from saf.dispatch.walk import State, bury
 from saf.dispatch.window import Marks
 from saf.errors import Fenced
 from saf.failpoints import fail_point
@@ -92,18 +93,16 @@ def mark(
     Raises:
         Fenced: another member has taken over some of the shards; nothing is written.
     """
-    parked, buried = len(marks.park), len(marks.bury) + len(marks.unreadable)
+    parked = buried = 0
+    talked = [(walk.message, walk.outcome) for walk in marks.ended if walk.outcome is not None]
     with connection.transaction():
-        if marks.talked:
+        if talked:
             _lock(connection, reader, marks.cursors)
             # messages are read relative to the cursors' positions before the move
             batches = {entry.shard: entry.batch for entry in marks.cursors}
-            counts = talking.settle(connection, reader, batches, marks.talked, one_reply)
-            parked, buried = parked + counts[0], buried + counts[1]
+            parked, buried = talking.settle(connection, reader, batches, talked, one_reply)
         _move(connection, reader, marks.cursors)
-        refused = replies.send(connection, outbox, marks.replies)
-        marks.bury += [(entry, "failed", error) for entry, error in refused]
-        buried += len(refused)
+        _reply(connection, outbox, marks)
         fail_point("dispatch_marking")
         # in the order of lanes, in which others lock them too
         retries.wait(connection, reader, dict(sorted(marks.waiting.items())))
@@ -114,7 +113,15 @@ def mark(
         retries.time_late(connection, reader, sorted(marks.timed))
         if marks.attempts:
             connection.execute(NOTE, _noted(reader, marks.attempts))
-    return parked, buried
+    return parked + len(marks.of(State.PARKED)), buried + len(marks.of(State.BURIED))
+
+
+def _reply(connection: psycopg.Connection[Any], outbox: Outbox, marks: Marks) -> None:
+    """Send the replies; a message whose reply is refused becomes a dead letter."""
+    replied = {walk.message: walk for walk in marks.ended if walk.reply is not None}
+    to_send = [(message, walk.reply) for message, walk in replied.items() if walk.reply is not None]
+    for message, error in replies.send(connection, outbox, to_send):
+        bury(replied[message], "failed", error)
 
 
 def _lock(connection: psycopg.Connection[Any], reader: Reader, cursors: list[Mark]) -> None:
@@ -163,31 +170,42 @@ def _set_aside(connection: psycopg.Connection[Any], reader: Reader, marks: Marks
     ]
     if fresh:
         parking.copy_in(connection, fresh)
-    if marks.bury:
-        common = {"subscription_id": reader.subscription_id, "destination": ""}
-        dead.bury(
-            connection,
-            [
-                {**one.stored(), **common, "reason": reason, "error": said(error)}
-                for one, reason, error in marks.bury
-            ],
-        )
-    bury_as_stored(connection, reader, [(one, None) for one in marks.unreadable])
-    given_up = [one for one, reason, _ in marks.bury if reason != "expired"]
-    fail_unseen(connection, reader, [*given_up, *marks.unreadable])
-    if marks.move:
-        retries.move(
-            connection, [(one, Lane(kind=Kind.KEY, subject=lane)) for one, lane in marks.move]
-        )
-    if marks.unpark:
-        parking.unpark(connection, marks.unpark)
+    buried = marks.of(State.BURIED)
+    common = {"subscription_id": reader.subscription_id, "destination": ""}
+    letters = [
+        {**walk.message.stored(), **common, "reason": walk.reason, "error": said(walk.error)}
+        for walk in buried
+        if walk.error is not None
+    ]
+    if letters:
+        dead.bury(connection, letters)
+    # copied inside the database
+    bury_as_stored(connection, reader, [(one.message, None) for one in buried if one.error is None])
+    fail_unseen(connection, reader, [one.message for one in buried if one.reason != "expired"])
+    moved = [
+        (parked_id, Lane(kind=Kind.KEY, subject=message.lane))
+        for parked_id, message in _waiting(marks, State.MOVED)
+    ]
+    if moved:
+        retries.move(connection, moved)
+    # a dialog's message is received in its lane, and may continue to wait there
+    unpark = [parked_id for parked_id, _ in _waiting(marks, State.ACCEPTED, State.BURIED)]
+    if unpark:
+        parking.unpark(connection, unpark)
+
+
+def _waiting(marks: Marks, *states: State) -> Iterable[tuple[int, Received]]:
+    """Yield the messages in these states that wait in saf.parked, with their parked ids."""
+    for walk in marks.of(*states):
+        if walk.message.parked_id is not None:
+            yield walk.message.parked_id, walk.message
 
 
 def _asides(marks: Marks) -> Iterable[tuple[Kind, str, Received]]:
-    for message in marks.park:
-        yield Kind.KEY, message.lane, message
-    for message in marks.late:
-        yield Kind.LATER, str(message.shard), message
+    for walk in marks.of(State.PARKED):
+        yield Kind.KEY, walk.message.lane, walk.message
+    for walk in marks.of(State.POSTPONED):
+        yield Kind.LATER, str(walk.message.shard), walk.message
 
 
 def _noted(reader: Reader, attempts: Iterable[tuple[Received, Answer]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from saf.dispatch.judging import Judge
 from saf.dispatch.replies import Answer, Meaning
 from saf.dispatch.settings import Apart, Bucket, Endpoint, per_second
 from saf.dispatch.talking import Outcome
+from saf.dispatch.walk import Walk
 from saf.dispatch.window import Window
 from saf.failpoints import fail_point
 from saf.metrics.declared import ANSWERS, DISPATCH_SECONDS, IN_FLIGHT
@@ -51,9 +52,9 @@ class Sender:
         self.endpoint = endpoint
         self.window = window
         self.requests: set[asyncio.Task[None]] = set()
-        self.talks: list[Received] = []
+        self.talks: list[Walk] = []
         """Messages of dialogs that count as in flight, and are not checked yet."""
-        self.probe: Received | None = None
+        self.probe: Walk | None = None
         """Message sent to check whether the endpoint is up."""
         self.failure: BaseException | None = None
         """Error of a request that is saf's own fault."""
@@ -92,14 +93,14 @@ class Sender:
             and len(requests) < self.endpoint.max_in_flight
             and self._has_room
             and window.anything_ready
-            and (message := self._next()) is not None
+            and (walk := self._next()) is not None
         ):
-            if self._rests(message):
+            if self._rests(walk):
                 continue
             if not self._within_rate():
-                window.put_back(message)
+                window.put_back(walk)
                 break
-            self._take(message, *self._others(message))
+            self._take(walk, *self._others(walk))
 
     @property
     def _has_room(self) -> bool:
@@ -108,28 +109,28 @@ class Sender:
         in_flight = self.window.in_flight
         return in_flight < most and in_flight + self.window.unmarked < 2 * most
 
-    def _next(self) -> Received | None:
+    def _next(self) -> Walk | None:
         """Return the next message to send; expired ones before it become dead letters."""
-        while (message := self.window.next()) is not None and self._has_expired(message):
-            self.window.reject(message, "expired", EXPIRED)
+        while (walk := self.window.next()) is not None and self._has_expired(walk):
+            self.window.reject(walk, "expired", EXPIRED)
             self._tell()
-        return message
+        return walk
 
-    def _has_expired(self, message: Received) -> bool:
-        expiry = message.expires_at
+    def _has_expired(self, walk: Walk) -> bool:
+        expiry = walk.message.expires_at
         now, read_at = self.clock  # this machine's clock may be set at any time
         return expiry is not None and expiry <= now + timedelta(seconds=time.monotonic() - read_at)
 
-    def _others(self, message: Received) -> list[Received]:
+    def _others(self, walk: Walk) -> list[Walk]:
         """Return further messages to send in one request with a message."""
-        further: list[Received] = []
-        if self.endpoint.messages == 1 or not self._may_be_together(message):
+        further: list[Walk] = []
+        if self.endpoint.messages == 1 or not self._may_be_together(walk):
             return further
-        size = message.size
+        size = walk.message.size
         most = self.endpoint.messages
         while len(further) + 1 < most and size < BATCH_BYTES and self._has_room:
             of_key = self.endpoint.batch_of == "key"
-            one = self.window.next_of(message) if of_key else self._next()
+            one = self.window.next_of(walk) if of_key else self._next()
             if one is None:
                 break
             if self._rests(one):
@@ -139,20 +140,20 @@ class Sender:
                 self.window.put_back(one)
                 break
             further.append(one)
-            size += one.size
+            size += one.message.size
         return further
 
-    def _may_be_together(self, message: Received) -> bool:
-        return message.message_id not in self._judge.alone and not self._judge.is_spoken(message)
+    def _may_be_together(self, walk: Walk) -> bool:
+        return not walk.alone and not self._judge.is_spoken(walk)
 
-    def _rests(self, message: Received) -> bool:
+    def _rests(self, walk: Walk) -> bool:
         """Return whether a message's key has to rest; if so, it rests, and a timer wakes it."""
         if self._apart is None:
             return False
-        loop, lane = asyncio.get_running_loop(), message.lane
+        loop, lane = asyncio.get_running_loop(), walk.message.lane
         wait = self._apart.wait(lane, loop.time())
         if wait > 0:
-            self.window.rest(message)
+            self.window.rest(walk)
             self._timers[lane] = loop.call_later(wait, self._wake, lane)
         return wait > 0
 
@@ -176,43 +177,43 @@ class Sender:
         self._throttled = None
         self.start()
 
-    def _take(self, message: Received, *further: Received) -> None:
+    def _take(self, walk: Walk, *further: Walk) -> None:
         """Process messages that are in flight from now on."""
         if self._apart is not None:
-            for item in (message, *further):
-                self._apart.sent(item.lane, asyncio.get_running_loop().time())
-        if not self._judge.is_spoken(message):
-            self._send([message, *further])
+            for item in (walk, *further):
+                self._apart.sent(item.message.lane, asyncio.get_running_loop().time())
+        if not self._judge.is_spoken(walk):
+            self._send([walk, *further])
         elif self.endpoint.reply:
-            self.talks.append(message)
+            self.talks.append(walk)
             self._tell()
         else:
-            self._no_probe(message)
-            self._judge.leave_to_worker(message)
+            self._no_probe(walk)
+            self._judge.leave_to_worker(walk)
             self._tell()
 
-    def talk(self, message: Received, what: Request | Outcome) -> None:
+    def talk(self, walk: Walk, what: Request | Outcome) -> None:
         """Send a message of a dialog as this request, or settle it."""
         if isinstance(what, Outcome):
-            self._no_probe(message)
-            self.window.talked(message, what)
-        elif self._judge.condition.sends or message is self.probe:
-            self._send([message], what)
+            self._no_probe(walk)
+            self.window.talked(walk, what)
+        elif self._judge.condition.sends or walk is self.probe:
+            self._send([walk], what)
         else:
-            self.window.put_back(message)
+            self.window.put_back(walk)
 
-    def reject(self, message: Received, error: str) -> None:
+    def reject(self, walk: Walk, error: str) -> None:
         """Settle a message that cannot be sent."""
-        self._no_probe(message)
-        self.window.reject(message, "rejected", error)
+        self._no_probe(walk)
+        self.window.reject(walk, "rejected", error)
 
-    def _no_probe(self, message: Received) -> None:
+    def _no_probe(self, walk: Walk) -> None:
         """Note that a message is not sent; if it was the probe, another one will be."""
-        if message is self.probe:
+        if walk is self.probe:
             self.probe = None
 
-    def _send(self, messages: list[Received], request: Request | None = None) -> None:
-        task = asyncio.create_task(self._request(messages, request))
+    def _send(self, walks: list[Walk], request: Request | None = None) -> None:
+        task = asyncio.create_task(self._request(walks, request))
         self.requests.add(task)
         task.add_done_callback(self._ended)
 
@@ -224,38 +225,38 @@ class Sender:
 
     def send_probe(self) -> None:
         """Send one message to check whether the endpoint is up; skip those that cannot be sent."""
-        while self.probe is None and (message := self._next()) is not None:
-            self.probe = message
-            self._take(message)
+        while self.probe is None and (walk := self._next()) is not None:
+            self.probe = walk
+            self._take(walk)
 
-    async def _request(self, messages: list[Received], request: Request | None) -> None:
+    async def _request(self, walks: list[Walk], request: Request | None) -> None:
         """Send one message, or several together, and note the result."""
-        if len(messages) == 1 and self._judge.alone:
-            self._judge.alone.discard(messages[0].message_id)
+        if len(walks) == 1:
+            walks[0].alone = False
         if request is None:
-            messages, request = self._prepared(messages)
-        answer = None if request is None else await self._post(messages, request)
-        probing = any(message is self.probe for message in messages)
+            walks, request = self._prepared(walks)
+        answer = None if request is None else await self._post(walks, request)
+        probing = any(walk is self.probe for walk in walks)
         if probing:
             self.probe = None
         if answer is not None:
             fail_point("dispatch_answered")
-            if len(messages) > 1:
-                self._judge.answered_together(messages, answer)
+            if len(walks) > 1:
+                self._judge.answered_together(walks, answer)
             elif probing:
-                self._judge.probed(messages[0], answer)
+                self._judge.probed(walks[0], answer)
             else:
-                self._judge.answered(messages[0], answer)
+                self._judge.answered(walks[0], answer)
         if (task := asyncio.current_task()) is not None:
             self.requests.discard(task)  # this request has ended, and the next one gets its place
         self.start()
         self._tell()
 
-    async def _post(self, messages: list[Received], request: Request) -> Answer:
+    async def _post(self, walks: list[Walk], request: Request) -> Answer:
         endpoint = self._judge.name
         count(IN_FLIGHT, 1, endpoint=endpoint)
         try:
-            with dispatching(endpoint, messages) as traced:
+            with dispatching(endpoint, [walk.message for walk in walks]) as traced:
                 request = replace(request, headers=traced.going_on(request.headers))
                 answer = await self._client.post(request)
                 problem = None if answer.meaning is Meaning.DONE else answer.meaning.value
@@ -266,19 +267,20 @@ class Sender:
         observe(DISPATCH_SECONDS, answer.seconds, endpoint=endpoint)
         return answer
 
-    def _prepared(self, messages: list[Received]) -> tuple[list[Received], Request | None]:
+    def _prepared(self, walks: list[Walk]) -> tuple[list[Walk], Request | None]:
         """Return the request for messages, and the messages that it contains.
 
         A message that cannot be sent is settled. Among several, it is first put back, to be sent
         alone; the messages after it follow it.
         """
-        requests: dict[Received, Request | bytes] = {}
-        for place, message in enumerate(messages):
+        requests: dict[Walk, Request | bytes] = {}
+        for place, walk in enumerate(walks):
+            message = walk.message
             if self.endpoint.reply and message.from_service is None:
-                self.reject(message, replies.TO_NOBODY)
+                self.reject(walk, replies.TO_NOBODY)
                 continue
             try:
-                requests[message] = (
+                requests[walk] = (
                     envelope.event(message, self.endpoint)
                     if self.endpoint.mode == "batch"
                     else self.made(message)
@@ -286,19 +288,21 @@ class Sender:
             except Exception as error:
                 if not of_messages(error):
                     raise
-                if len(messages) > 1:
-                    self._judge.let_be_alone(message)
-                    for one in reversed(messages[place:]):
+                if len(walks) > 1:
+                    walk.alone = True
+                    for one in reversed(walks[place:]):
                         self.window.put_back(one)
                     break
-                self.reject(message, said(error))
+                self.reject(walk, said(error))
         if not requests:
-            return messages, None
+            return walks, None
         first = next(iter(requests.values()))
         if isinstance(first, Request):
             return [*requests], first
         events = {
-            one.message_id: event for one, event in requests.items() if isinstance(event, bytes)
+            one.message.message_id: event
+            for one, event in requests.items()
+            if isinstance(event, bytes)
         }
         return [*requests], envelope.together(events)
 

@@ -24,13 +24,13 @@ from saf.dispatch.judging import Judge
 from saf.dispatch.read_ahead import ReadAhead
 from saf.dispatch.sending import Sender
 from saf.dispatch.settings import Endpoint, StoredEndpoint
+from saf.dispatch.walk import State, Walk
 from saf.dispatch.window import Window
 from saf.errors import EndpointRemoved, Fenced
 from saf.failpoints import fail_point
 from saf.log.shards import Member
 from saf.logger import Log
 from saf.outbox import Outbox
-from saf.received import Received
 from saf.receiving import link
 from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
@@ -166,7 +166,7 @@ class Session:
         if (
             marks.succeeded
             or marks.waiting
-            or marks.talked
+            or marks.of(State.RECEIVED)
             or any(cursor.closed for cursor in marks.cursors)
         ):
             # there may be more messages in these lanes, or since the batches were opened
@@ -176,19 +176,21 @@ class Session:
         self.summary.buried += buried
         self.sender.start()
 
-    async def _talk(self, messages: list[Received]) -> None:
+    async def _talk(self, walks: list[Walk]) -> None:
         """Send the dialog messages whose turn it is, and settle the others."""
+        messages = [walk.message for walk in walks]
         batches = {entry.shard: self.window.shards[entry.shard].batch for entry in messages}
         found, bad = await self._ask(
             lambda connection: talking.look(
                 connection, self.reader, batches, messages, self.sender.made
             )
         )
-        for message in messages:
-            if (content := found.get(message.message_id)) is not None:
-                self.sender.talk(message, content)
-        for message, error in bad:
-            self.sender.reject(message, error)
+        errors = dict(bad)
+        for walk in walks:
+            if (content := found.get(walk.message.message_id)) is not None:
+                self.sender.talk(walk, content)
+            else:
+                self.sender.reject(walk, errors[walk.message])
 
     async def _look(self) -> None:
         """Check the endpoint's condition, and take over shards or pass them on."""

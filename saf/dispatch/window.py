@@ -1,11 +1,12 @@
 """The window: a dispatcher's messages in memory, its requests in flight, and its progress.
 
 The window holds the next messages of the shards that this member owns, each in the lane of its key.
-One message of each lane is in flight at a time, and lanes take turns. A message is complete if it
-was answered, or is parked, or is a dead letter; `saf.dispatch.progress` tracks a shard's progress.
+One message of each lane is in flight at a time, and lanes take turns. `saf.dispatch.walk` defines
+the states of a message; a message whose walk has ended is complete, and `saf.dispatch.progress`
+tracks a shard's progress.
 
-Nothing here queries the database. `Window.marks` returns the results of messages as `Marks`, the
-rows that one transaction writes, and from then on the window counts them as written. If writing
+Nothing here queries the database. `Window.marks` returns the ended walks as `Marks`, which one
+transaction writes, and from then on the window counts them as written. If writing
 fails, throw the window away: messages in flight, or answered and not marked, are sent again.
 """
 
@@ -14,11 +15,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from uuid import UUID
 
 from saf.dispatch.progress import InHand, Mark
 from saf.dispatch.replies import Answer
 from saf.dispatch.talking import Outcome
+from saf.dispatch.walk import State, Walk, accept, bury, park, postpone, put_back, receive, send
 from saf.errors import Fenced
 from saf.message import Message
 from saf.received import Received
@@ -30,33 +31,24 @@ class Marks:
     """Rows to write in one transaction."""
 
     cursors: list[Mark] = field(default_factory=list)
-    park: list[Received] = field(default_factory=list)
-    """Messages that wait in the lanes of their keys."""
-    late: list[Received] = field(default_factory=list)
-    """Messages that wait for their deliver_at."""
+    ended: list[Walk] = field(default_factory=list)
+    """Messages whose walk has ended, except those that need only their shard's mark."""
     waiting: dict[str, Waiting] = field(default_factory=dict)
     """New waiting states of lanes."""
-    bury: list[tuple[Received, str, str]] = field(default_factory=list)
-    """Dead letters: the message, the reason and the error."""
-    unreadable: list[Received] = field(default_factory=list)
-    """Dead letters to copy inside the database."""
-    unpark: list[int] = field(default_factory=list)
-    move: list[tuple[int, str]] = field(default_factory=list)
-    """Messages that already wait and move to their key's lane, by parked_id."""
     succeeded: list[str] = field(default_factory=list)
     """Lanes without messages in memory."""
     timed: set[int] = field(default_factory=set)
     """Shards with delayed messages added or removed."""
     attempts: list[tuple[Received, Answer]] = field(default_factory=list)
     """Failed attempts, for operators."""
-    replies: list[tuple[Received, Message]] = field(default_factory=list)
-    """Replies of endpoints to messages."""
-    talked: list[tuple[Received, Outcome]] = field(default_factory=list)
-    """Messages of dialogs, which these marks receive."""
     messages: int = 0
-    """Number of messages completed."""
+    """Number of messages completed: all but those that waited already, and wait elsewhere."""
     accepted: int = 0
     """Number of these messages that the endpoint has accepted."""
+
+    def of(self, *states: State) -> list[Walk]:
+        """Return the messages that have ended in one of these states, in order."""
+        return [walk for walk in self.ended if walk.state in states]
 
 
 @dataclass(kw_only=True)
@@ -67,7 +59,7 @@ class Lane:
     shard: int
     parked: bool
     """True if the messages were read from saf.parked, and not from the log."""
-    queue: deque[Received] = field(default_factory=deque)
+    queue: deque[Walk] = field(default_factory=deque)
     in_flight: int = 0
 
 
@@ -87,7 +79,6 @@ class Window:
         self._ready: deque[Lane] = deque()
         self._resting: set[str] = set()
         self._stopped: set[str] = set()
-        self._late: set[int] = set()
         self._new = Marks()
         self._writing = 0
         """Number of complete messages that are being marked."""
@@ -105,17 +96,9 @@ class Window:
     @property
     def known_late(self) -> list[int]:
         """Parked ids of delayed messages that must not be read again."""
-        return [
-            *self._late,
-            *self._new.unpark,
-            *(one for one, _ in self._new.move),
-            *(one.parked_id for one, _ in self._new.talked if one.parked_id is not None),
-        ]
-
-    @property
-    def ids(self) -> set[UUID]:
-        """Ids of the messages in memory."""
-        return {message.message_id for lane in self.lanes.values() for message in lane.queue}
+        late = [walk for lane in self.lanes.values() for walk in lane.queue if walk.late]
+        ids = (walk.message.parked_id for walk in [*late, *self._new.ended])
+        return [parked_id for parked_id in ids if parked_id is not None]
 
     @property
     def anything_ready(self) -> bool:
@@ -133,28 +116,22 @@ class Window:
 
     def add(self, message: Received, *, behind: bool) -> None:
         """Take a message read from the log. ``behind``: its key already waits."""
-        hand = self._read(message)
+        walk = self._read(message)
         if behind or message.lane in self._stopped:
-            self._new.park.append(message)
-            self._complete(message, hand)
+            self._complete(park(walk))
             return
-        self._queue(message, parked=False)
+        self._queue(walk, parked=False)
 
     def postpone(self, message: Received) -> None:
         """Make a message that was read wait until its deliver_at."""
-        self._new.late.append(message)
         self._new.timed.add(message.shard)
-        self._complete(message, self._read(message))
+        self._complete(postpone(self._read(message)))
 
     def bury(self, message: Received, reason: str, error: str | None) -> None:
         """Make a dead letter of a message that was read; without an error, it is unreadable."""
-        if error is None:
-            self._new.unreadable.append(message)
-        else:
-            self._new.bury.append((message, reason, error))
         if message.parked_id is not None:
             self._new.timed.add(message.shard)  # perhaps the last one that waited for its time
-        self._complete(message, self._read(message))
+        self._complete(bury(self._read(message), reason, error))
 
     def add_parked(self, lane: str, shard: int, messages: Iterable[Received]) -> None:
         """Take the first messages of a due lane; an empty lane is done."""
@@ -162,7 +139,7 @@ class Window:
             return
         first = list(messages)
         for message in first:
-            self._queue(message, parked=True)
+            self._queue(Walk(message), parked=True)
         if not first:
             self._new.succeeded.append(lane)
             self._touch(shard)
@@ -172,34 +149,32 @@ class Window:
         if message.shard not in self.shards:
             return
         if behind or message.lane in self._stopped:
-            self._move(message)
+            self._complete(park(Walk(message, late=True)))
             return
-        assert message.parked_id is not None  # noqa: S101 - it waited
-        self._late.add(message.parked_id)
-        self._queue(message, parked=False)
+        self._queue(Walk(message, late=True), parked=False)
 
-    def _read(self, message: Received) -> InHand | None:
-        """Note that a message of the log was read, and is not complete."""
-        if message.parked_id is not None:
-            return None
-        hand = self.shards[message.shard]
-        hand.read = max(hand.read, message.id)
-        hand.pending[message.id] = None
-        return hand
+    def _read(self, message: Received) -> Walk:
+        """Begin a message's walk. A message of the log was read, and is not complete."""
+        if message.parked_id is None:
+            hand = self.shards[message.shard]
+            hand.read = max(hand.read, message.id)
+            hand.pending[message.id] = None
+        return Walk(message)
 
-    def _queue(self, message: Received, *, parked: bool) -> None:
+    def _queue(self, walk: Walk, *, parked: bool) -> None:
+        message = walk.message
         lane = self.lanes.get(message.lane)
         if lane is None:
             lane = Lane(name=message.lane, shard=message.shard, parked=parked)
             self.lanes[message.lane] = lane
             self._ready.append(lane)
-        lane.queue.append(message)
+        lane.queue.append(walk)
         self.held += 1
         self.bytes += message.size
 
     # Outgoing messages
 
-    def next(self) -> Received | None:
+    def next(self) -> Walk | None:
         """Return the next message to send; from now on, it is in flight."""
         for _ in range(len(self._ready)):
             lane = self._ready.popleft()
@@ -209,37 +184,34 @@ class Window:
             return self._off(lane)
         return None
 
-    def next_of(self, message: Received) -> Received | None:
+    def next_of(self, walk: Walk) -> Walk | None:
         """Return the next message of a key in flight, to be sent in the same request."""
-        lane = self.lanes[message.lane]
+        lane = self.lanes[walk.message.lane]
         return self._off(lane) if len(lane.queue) > lane.in_flight else None
 
-    def _off(self, lane: Lane) -> Received:
-        message = lane.queue[lane.in_flight]
+    def _off(self, lane: Lane) -> Walk:
+        walk = send(lane.queue[lane.in_flight])
         lane.in_flight += 1
         self.in_flight += 1
-        return message
+        return walk
 
-    def done(self, message: Received, reply: Message | None = None) -> None:
+    def done(self, walk: Walk, reply: Message | None = None) -> None:
         """Note that the endpoint has accepted a message, and may have replied."""
         self._new.accepted += 1
-        if reply is not None:
-            self._new.replies.append((message, reply))
-        self._end(message)
+        self._end(accept(walk, reply))
 
-    def talked(self, message: Received, outcome: Outcome) -> None:
+    def talked(self, walk: Walk, outcome: Outcome) -> None:
         """Note the result of a dialog's message, which the marks receive."""
         self._new.accepted += outcome.sent
-        self._new.talked.append((message, outcome))
-        self._end(message)
+        self._end(receive(walk, outcome))
 
-    def put_back(self, message: Received) -> None:
+    def put_back(self, walk: Walk) -> None:
         """Queue a message again, after the other lanes, as if it had not been sent."""
-        self._stands(self._landed(message))
+        self._stands(self._landed(put_back(walk)))
 
-    def rest(self, message: Received) -> None:
+    def rest(self, walk: Walk) -> None:
         """Make a message's key wait until it is woken, as if the message had not been sent."""
-        self._resting.add(self._landed(message).name)
+        self._resting.add(self._landed(put_back(walk)).name)
 
     def wake(self, name: str) -> None:
         """Give a resting lane its turn again."""
@@ -247,31 +219,25 @@ class Window:
             self._resting.discard(name)
             self._stands(self.lanes[name])
 
-    def reject(self, message: Received, reason: str, error: str) -> None:
+    def reject(self, walk: Walk, reason: str, error: str) -> None:
         """Make a dead letter of a message that the endpoint has rejected. Its key continues."""
-        self._new.bury.append((message, reason, error))
-        self._end(message)
+        self._end(bury(walk, reason, error))
 
-    def wait(self, message: Received, waiting: Waiting) -> None:
+    def wait(self, walk: Walk, waiting: Waiting) -> None:
         """Make a message wait in its key's lane, and the key's other messages behind it."""
-        lane = self._landed(message)
-        hand = self.shards[message.shard]
+        lane = self._landed(walk)
         for queued in lane.queue:
-            if queued.parked_id is None:
-                self._new.park.append(queued)
-                self._complete(queued, hand)
-            else:
-                self._move(queued)
+            self._complete(park(queued))
         self._let_go(lane.queue)
-        self._touch(message.shard)
+        self._touch(lane.shard)
         self._new.waiting[lane.name] = waiting
         self._stopped.add(lane.name)
         del self.lanes[lane.name]
 
-    def note(self, message: Received, answer: Answer) -> None:
+    def note(self, walk: Walk, answer: Answer) -> None:
         """Record a failed attempt for operators."""
-        self._new.attempts.append((message, answer))
-        self._touch(message.shard)
+        self._new.attempts.append((walk.message, answer))
+        self._touch(walk.message.shard)
 
     def count(self, lanes: Iterable[Waiting]) -> None:
         """Set the attempts of lanes that already wait."""
@@ -281,8 +247,8 @@ class Window:
                 self._new.waiting[waiting.lane] = waiting
                 self._touch(waiting.shard)
 
-    def _landed(self, message: Received) -> Lane:
-        lane = self.lanes[message.lane]
+    def _landed(self, walk: Walk) -> Lane:
+        lane = self.lanes[walk.message.lane]
         lane.in_flight -= 1
         self.in_flight -= 1
         return lane
@@ -292,12 +258,11 @@ class Window:
         if not lane.in_flight:
             self._ready.append(lane)
 
-    def _end(self, message: Received) -> None:
-        lane = self._landed(message)
-        lane.queue.popleft()
-        self.held -= 1
-        self.bytes -= message.size
-        self._complete(message, self.shards[message.shard])
+    def _end(self, walk: Walk) -> None:
+        lane = self._landed(walk)
+        lane.queue.remove(walk)  # the first, or one of the first, which are in flight
+        self._let_go([walk])
+        self._complete(walk)
         if lane.queue:
             self._stands(lane)
             return
@@ -305,33 +270,22 @@ class Window:
         if lane.parked:
             self._new.succeeded.append(lane.name)
 
-    def _complete(self, message: Received, hand: InHand | None) -> None:
-        self._new.messages += 1
+    def _complete(self, walk: Walk) -> None:
+        """Note that a walk has ended, for the next marks."""
+        message, moved = walk.message, walk.state is State.MOVED
+        self._new.messages += not moved
         if message.parked_id is None:
-            assert hand is not None  # noqa: S101 - messages of the log have a shard in hand
-            hand.complete(message.id)
-            return
-        self._forget_late(message)
-        self._touch(message.shard)
-        # a dialog's message is received in its lane, and may continue to wait there
-        if not (self._new.talked and self._new.talked[-1][0] is message):
-            self._new.unpark.append(message.parked_id)
-
-    def _let_go(self, messages: Collection[Received]) -> None:
-        self.held -= len(messages)
-        self.bytes -= sum(message.size for message in messages)
-
-    def _move(self, message: Received) -> None:
-        assert message.parked_id is not None  # noqa: S101 - it waits already
-        self._new.move.append((message.parked_id, message.lane))
-        self._new.timed.add(message.shard)
-        self._forget_late(message)
-        self._touch(message.shard)
-
-    def _forget_late(self, message: Received) -> None:
-        if message.parked_id in self._late:
-            self._late.discard(message.parked_id)
+            self.shards[message.shard].complete(message.id)
+            if walk.state is State.ACCEPTED and walk.reply is None:
+                return  # its shard's mark is enough, so its body need not stay in memory
+        elif walk.late or moved:
             self._new.timed.add(message.shard)
+        self._touch(message.shard)
+        self._new.ended.append(walk)
+
+    def _let_go(self, walks: Collection[Walk]) -> None:
+        self.held -= len(walks)
+        self.bytes -= sum(walk.message.size for walk in walks)
 
     def _touch(self, shard: int) -> None:
         self.shards[shard].touched = True
@@ -386,7 +340,6 @@ class Window:
             self._ready = deque(one for one in self._ready if one.shard not in dropped)
             for lane in [one for one in self.lanes.values() if one.shard in dropped]:
                 self._let_go(lane.queue)
-                self._late.difference_update(one.parked_id or 0 for one in lane.queue)
                 del self.lanes[lane.name]
             self._resting.intersection_update(self.lanes)
         return gone

@@ -15,6 +15,7 @@ from saf.dispatch import sending
 from saf.dispatch.condition import Book
 from saf.dispatch.judging import Judge
 from saf.dispatch.progress import InHand
+from saf.dispatch.replies import Answer, Meaning
 from saf.dispatch.settings import Endpoint
 from saf.dispatch.window import Window
 from saf.received import READ, Received
@@ -82,18 +83,24 @@ def test_batches_leave_in_doubt_no_more_than_is_promised(inbox: Dsn, partner: Pa
         until(lambda: one.summary.handled == 25)
 
 
-def received() -> Received:
-    columns = {"message_id": uuid4().bytes, "key": "a", "shard": 1, "id": 1, "body": b""}
+def received(id_: int) -> Received:
+    columns = {"message_id": uuid4().bytes, "key": f"k{id_}", "shard": 1, "id": id_, "body": b""}
     return Received(tuple(columns.get(name) for name in READ))
 
 
-def test_messages_that_are_gone_are_not_remembered_as_to_be_sent_alone() -> None:
+def test_what_is_to_be_sent_alone_is_remembered_with_the_message_only() -> None:
     window, endpoint = Window(), Endpoint(url="http://127.0.0.1:1")
     window.own([InHand(shard=1, epoch=1, batch=1, done="1:1:", open=None, position=0)])
     judge = Judge(window, Book(subscription_id=1, endpoint="partner"), endpoint, converses=False)
-    there = received()
-    window.add(there, behind=False)
-    for _ in range(10):
-        judge.let_be_alone(received())
-    judge.let_be_alone(there)
-    assert judge.alone == {there.message_id}
+    for id_ in (1, 2):
+        window.add(received(id_), behind=False)
+    walks = [walk for walk in (window.next(), window.next()) if walk is not None]
+    judge.answered_together(walks, Answer(meaning=Meaning.REJECTED, seconds=0.1, status=400))
+    assert [(str(walk.state), walk.alone) for walk in walks] == [("queued", True)] * 2
+    assert window.marks() is not None
+    window.own([])
+    window.own([InHand(shard=1, epoch=2, batch=1, done="1:1:", open=None, position=0)])
+    window.add(received(1), behind=False)
+    again = window.next()
+    assert again is not None
+    assert not again.alone

@@ -8,6 +8,7 @@ from uuid import UUID
 import pytest
 
 from saf.dispatch.progress import InHand
+from saf.dispatch.walk import State, send
 from saf.dispatch.window import Window
 from saf.errors import Fenced
 from saf.received import READ, Received
@@ -48,7 +49,7 @@ def test_a_shard_that_went_and_came_back_is_read_anew(window: Window) -> None:
     assert (window.held, window.bytes) == (1, 5)
     sent = window.next()
     assert sent is not None
-    assert sent.shard == 1
+    assert sent.message.shard == 1
     assert window.next() is None
     window.put_back(sent)
     assert window.own([hand(1), hand(2, epoch=2)]) == []
@@ -65,16 +66,16 @@ def test_no_shard_is_let_go_while_a_message_of_it_is_in_flight(window: Window) -
     sent = window.next()
     assert sent is not None
     with pytest.raises(Fenced):
-        window.own([hand(3 - sent.shard)])
+        window.own([hand(3 - sent.message.shard)])
     window.put_back(sent)
-    assert window.own([hand(3 - sent.shard)]) == [sent.shard]
+    assert window.own([hand(3 - sent.message.shard)]) == [sent.message.shard]
 
 
 def test_no_shard_is_let_go_before_its_answers_are_marked(window: Window) -> None:
     sent = window.next()
     assert sent is not None
     window.done(sent)
-    assert window.busy() == {sent.shard}
+    assert window.busy() == {sent.message.shard}
     with pytest.raises(Fenced):
         window.own([])
     assert window.marks() is not None
@@ -86,7 +87,7 @@ def test_of_shards_that_leave_nothing_more_is_sent(window: Window) -> None:
     assert window.anything_ready
     sent = window.next()
     assert sent is not None
-    assert sent.shard == 2
+    assert sent.message.shard == 2
     assert window.next() is None
     assert not window.anything_ready
 
@@ -94,17 +95,17 @@ def test_of_shards_that_leave_nothing_more_is_sent(window: Window) -> None:
 def test_of_a_key_one_message_is_in_flight_at_a_time(window: Window) -> None:
     window.add(message(3, "a", 1), behind=False)
     first, second = window.next(), window.next()
-    assert {one.id for one in (first, second) if one} == {1, 2}
+    assert {one.message.id for one in (first, second) if one} == {1, 2}
     assert window.next() is None
     assert first is not None
     window.put_back(first)
     again = window.next()
     assert again is not None
-    assert again.id == first.id
+    assert again.message.id == first.message.id
     window.done(again)
     following = window.next()
     assert following is not None
-    assert following.id == 3
+    assert following.message.id == 3
 
 
 def test_while_a_later_message_of_a_key_is_in_flight_the_key_does_not_get_a_second_turn(
@@ -117,7 +118,7 @@ def test_while_a_later_message_of_a_key_is_in_flight_the_key_does_not_get_a_seco
     window.put_back(first)
     sent = window.next()
     assert sent is not None
-    assert sent.shard == 2
+    assert sent.message.shard == 2
     assert window.next() is None
 
 
@@ -126,16 +127,18 @@ def test_what_follows_a_key_that_waits_parks_behind_it_until_that_is_written(
 ) -> None:
     sent = window.next()
     assert sent is not None
-    window.add(message(3, sent.lane, sent.shard), behind=False)
-    window.wait(sent, Waiting(lane=sent.lane, shard=sent.shard, attempts=1, error="503"))
-    window.add(message(4, sent.lane, sent.shard), behind=False)
+    window.add(message(3, sent.message.lane, sent.message.shard), behind=False)
+    window.wait(
+        sent, Waiting(lane=sent.message.lane, shard=sent.message.shard, attempts=1, error="503")
+    )
+    window.add(message(4, sent.message.lane, sent.message.shard), behind=False)
     marks = window.marks()
     assert marks is not None
-    assert [one.id for one in marks.park] == [sent.id, 3, 4]
-    assert sent.lane in window.known_lanes
+    assert [walk.message.id for walk in marks.of(State.PARKED)] == [sent.message.id, 3, 4]
+    assert sent.message.lane in window.known_lanes
     window.written(marks)
-    assert sent.lane not in window.known_lanes
-    window.add(message(5, sent.lane, sent.shard), behind=False)
+    assert sent.message.lane not in window.known_lanes
+    window.add(message(5, sent.message.lane, sent.message.shard), behind=False)
     assert window.held == 2
 
 
@@ -150,7 +153,8 @@ def test_a_message_whose_time_has_come_is_not_read_again_before_its_end_is_writt
     assert window.known_late == [11]
     marks = window.marks()
     assert marks is not None
-    assert (marks.unpark, marks.timed) == ([11], {1})
+    assert [(str(walk.state), walk.message.parked_id) for walk in marks.ended] == [("accepted", 11)]
+    assert marks.timed == {1}
     assert window.known_late == []
 
 
@@ -161,7 +165,8 @@ def test_a_message_whose_time_has_come_goes_behind_its_key_if_that_waits() -> No
     window.add_late(message(2, shard=2, parked_id=12), behind=False)
     marks = window.marks()
     assert marks is not None
-    assert (marks.move, marks.timed) == ([(11, "a")], {1})
+    assert [(str(walk.state), walk.message.parked_id) for walk in marks.ended] == [("moved", 11)]
+    assert marks.timed == {1}
     assert window.known_late == []
     assert window.held == 0
 
@@ -180,10 +185,27 @@ def test_a_key_that_rests_is_not_woken_after_its_shard_has_gone(window: Window) 
     assert sent is not None
     window.rest(sent)
     assert window.resting == 1
-    window.own([hand(3 - sent.shard)])
+    window.own([hand(3 - sent.message.shard)])
     assert window.resting == 0
-    window.wake(sent.lane)
+    window.wake(sent.message.lane)
     other = window.next()
     assert other is not None
-    assert other.lane != sent.lane
+    assert other.message.lane != sent.message.lane
     assert window.next() is None
+
+
+def test_a_walk_names_its_message_and_its_state(window: Window) -> None:
+    sent = window.next()
+    assert sent is not None
+    named = f"message {sent.message.message_id} of '{sent.message.lane}'"
+    assert str(sent) == f"{named}, in flight"
+    window.reject(sent, "rejected", "HTTP 400")
+    assert str(sent) == f"{named}, buried: rejected: HTTP 400"
+
+
+def test_a_walk_that_has_ended_takes_no_further_step(window: Window) -> None:
+    sent = window.next()
+    assert sent is not None
+    window.done(sent)
+    with pytest.raises(AssertionError, match="accepted: it cannot be in flight"):
+        send(sent)

@@ -121,13 +121,6 @@ MUTANTS: list[Mutant] = [
         f"{BOUNDS}::test_batches_leave_in_doubt_no_more_than_is_promised",
     ),
     mutant(
-        "messages that are gone are remembered as to be sent alone",
-        JUDGING,
-        "            self.alone &= self.window.ids\n",
-        "            pass\n",
-        f"{BOUNDS}::test_messages_that_are_gone_are_not_remembered_as_to_be_sent_alone",
-    ),
-    mutant(
         "an answer that the parser of XML-RPC chokes on is sent for again and again",
         "saf/dispatch/calls.py",
         "        except Exception:  # the parser",
@@ -238,8 +231,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a message is sent that has expired in memory",
         SENDING,
-        "is not None and self._has_expired(message):",
-        "is not None and not message:",
+        "is not None and self._has_expired(walk):",
+        "is not None and not walk:",
         f"{DISPATCH}::test_a_message_that_expires_in_memory_is_not_sent",
     ),
     mutant(
@@ -343,8 +336,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is logged of a message does not name its trace",
         JUDGING,
-        "            **about(message),\n",
-        "            key=message.key,\n",
+        "            **about(walk.message),\n",
+        "            key=walk.message.key,\n",
         f"{DISPATCH}::test_what_is_logged_of_a_message_names_its_trace",
     ),
     mutant(
@@ -462,7 +455,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an endpoint that is down uses up attempts",
         JUDGING,
-        "replace(counted, attempts=message.attempt - 1)",
+        "replace(counted, attempts=walk.message.attempt - 1)",
         "counted",
         f"{DISPATCH}::test_an_endpoint_that_is_down_uses_up_no_attempts",
     ),
@@ -581,8 +574,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a reply that is refused is forgotten",
         MARKING,
-        '        marks.bury += [(entry, "failed", error) for entry, error in refused]\n',
-        "",
+        '        bury(replied[message], "failed", error)\n',
+        "        pass\n",
         f"{REPLIES}::test_a_reply_that_the_database_refuses_makes_a_dead_letter_and_others_go_on",
     ),
     mutant(
@@ -610,9 +603,9 @@ MUTANTS: list[Mutant] = [
     mutant(
         "all messages of a batch are rejected with one of them",
         JUDGING,
-        "        for message in reversed(messages):\n            self.window.put_back(message)\n",
-        "        for message in messages:\n"
-        '            self.window.reject(message, "rejected", answer.error)\n',
+        "        for walk in reversed(walks):\n            self.window.put_back(walk)\n",
+        "        for walk in walks:\n"
+        '            self.window.reject(walk, "rejected", answer.error)\n',
         f"{DISPATCH}::test_of_a_batch_that_is_rejected_only_the_message_at_fault_is_a_dead_letter",
     ),
     mutant(

@@ -273,8 +273,8 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "what follows a key that waits is sent before that is written",
         WINDOW,
-        "        if behind or message.lane in self._stopped:\n            self._new.park",
-        "        if behind:\n            self._new.park",
+        "if behind or message.lane in self._stopped:\n            self._complete(park(walk))",
+        "if behind:\n            self._complete(park(walk))",
         f"{OF_WINDOW}::test_what_follows_a_key_that_waits_parks_behind_it_until_that_is_written",
     ),
     mutant(
@@ -287,8 +287,8 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "a delayed message is read again before its end is written",
         WINDOW,
-        "            *self._new.unpark,\n",
-        "",
+        "for walk in [*late, *self._new.ended])",
+        "for walk in late)",
         f"{OF_WINDOW}::"
         "test_a_message_whose_time_has_come_is_not_read_again_before_its_end_is_written",
     ),
@@ -300,13 +300,6 @@ OF_THEIR_KIND: list[Mutant] = [
         if behind""",
         "        if behind",
         f"{OF_WINDOW}::test_a_message_whose_time_has_come_goes_behind_its_key_if_that_waits",
-    ),
-    mutant(
-        "delayed messages of a shard that has gone are known for ever",
-        WINDOW,
-        "                self._late.difference_update(one.parked_id or 0 for one in lane.queue)\n",
-        "",
-        f"{OF_WINDOW}::test_what_was_late_goes_with_its_shard",
     ),
     mutant(
         "keys of a shard that has gone rest for ever",
