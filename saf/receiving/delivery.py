@@ -28,7 +28,7 @@ import psycopg
 
 from saf.logger import Log
 from saf.received import Received
-from saf.receiving import claim, outcome
+from saf.receiving import claim, settlement
 from saf.receiving.arrival import Arrival, hook
 from saf.receiving.failures import about
 from saf.receiving.hand import Hand
@@ -226,7 +226,7 @@ class Delivery(Sequence[Received], Generic[C]):
             self._put_back(hand)
         outcomes = self.outcomes()
         tried = self._tried.lane if self._tried else None
-        outcome.write(
+        settlement.write(
             self._raw,
             hand,
             outcomes,

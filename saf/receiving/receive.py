@@ -45,7 +45,7 @@ from saf.failpoints import fail_point
 from saf.log import shards
 from saf.log.pauses import Pauses
 from saf.logger import Log
-from saf.receiving import claim, outcome, reading, retries
+from saf.receiving import claim, reading, retries, settlement
 from saf.receiving.arrival import Arrival
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import LAST, about, failure
@@ -434,7 +434,7 @@ class Receiver:
         raw = self.link.raw
         letter = Dead(reason="rejected", error=said(error), as_stored=True, fails=True)
         outcomes = dict.fromkeys(hand.all, letter)
-        outcome.write(raw, hand, outcomes, arrival=Arrival(raw=raw))
+        settlement.write(raw, hand, outcomes, arrival=Arrival(raw=raw))
         claim.move(raw, hand)
         self._unseen += SetAside(buried=len(outcomes))
 

@@ -237,6 +237,25 @@ def test_the_messages_of_a_lane_that_was_begun_stay_in_it_and_are_due(inbox: Dsn
     assert quick.attempts == {1}
 
 
+def test_what_was_read_from_a_lane_and_not_handed_out_stays_in_it(inbox: Dsn) -> None:
+    put(inbox, "1", "2", "3", key="k", message_type="OrderPlaced")
+    without = saf.Worker(inbox, SUBSCRIPTION)
+    without.handler("OrderPaid")(lambda _message, _connection: None)
+    without.drain()
+    assert set_aside(inbox) == (0, 3)
+    stopped = saf.Worker(inbox, SUBSCRIPTION)
+
+    @stopped.handler("OrderPlaced")
+    def handle(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
+        effect(connection, message)
+        stopped.stop()
+
+    stopped.drain()
+    assert (effects(inbox), set_aside(inbox)) == (["1"], (0, 2))
+    quick_worker(inbox).drain()
+    assert effects(inbox) == ["1", "2", "3"]
+
+
 def test_the_message_of_a_counted_attempt_is_given_though_the_worker_was_told_to_stop(
     inbox: Dsn,
 ) -> None:

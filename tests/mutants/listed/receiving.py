@@ -18,7 +18,7 @@ CLAIM, READING, LINK, RECEIVE, DELIVERY, LANES = (
 ASYNC, ASYNC_LINK = "contract/test_async_receiving.py", "saf/receiving/asynchronous.py"
 OWN_LOOP = "saf/receiving/worker.py"
 GROUPING = "saf/receiving/worker.py"
-OUTCOME = "saf/receiving/outcome.py"
+SETTLEMENT = "saf/receiving/settlement.py"
 PROCESSORS, LOOP, INBOX, AWAITING = (
     "saf/receiving/processors.py",
     "saf/receiving/loop.py",
@@ -504,10 +504,10 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what was put back into its lane is deleted there",
-        OUTCOME,
+        SETTLEMENT,
         "not isinstance(outcome, (Parked, Untouched))",
         "not isinstance(outcome, Parked)",
-        f"{STOPPING}::test_the_messages_of_a_lane_that_was_begun_stay_in_it_and_are_due",
+        f"{STOPPING}::test_what_was_read_from_a_lane_and_not_handed_out_stays_in_it",
     ),
     mutant(
         "what was given up is taken for handled",
