@@ -496,6 +496,8 @@ def test_nothing_that_another_server_says_is_taken_for_stored(
         (409, b'"error": "unknown_service", "services": [], "rows": [1e999]'),
         (409, b'"error": "unknown_service", "services": [], "rows": [99]'),
         (409, b'"error": "another_broker", "broker": 1, "others": 5, "rows": []'),
+        (409, b'"error": "unknown_service", "services": ["billing"], "rows": []'),
+        (409, b'"error": "unknown_service", "services": ["nobody"], "rows": [0]'),
     ],
 )
 def test_whatever_a_partner_answers_about_a_chunk_no_message_is_to_blame(

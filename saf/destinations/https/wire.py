@@ -258,11 +258,16 @@ def refused(what: str, said: Said, chunk: Chunk | None) -> Refusal:
 def _of_rows(what: str, said: Said, chunk: Chunk) -> Refusal:
     from saf.destinations import places  # needs Arrow, which a driver may lack
 
-    rows = chunk.rows.take([int(row) for row in said["rows"]])
+    numbers = [int(row) for row in said["rows"]]
+    rows = chunk.rows.take(numbers) if numbers else chunk.rows.slice(0, 0)
     if said["error"] == "unknown_service":
-        return places.of_services(what, sorted(map(str, said["services"])), rows)
-    others = sorted(map(str, said["others"]))
-    return places.of_brokers(what, str(said["broker"]), others, rows)
+        refusal = places.of_services(what, sorted(map(str, said["services"])), rows)
+    else:
+        others = sorted(map(str, said["others"]))
+        refusal = places.of_brokers(what, str(said["broker"]), others, rows)
+    if refusal.rows is None or not refusal.rows.num_rows:
+        raise ValueError("it refuses no message of the chunk")
+    return refusal
 
 
 def _shards(answer: Said) -> list[int]:
