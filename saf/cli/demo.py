@@ -258,7 +258,7 @@ def _run(
 ) -> tuple[dict[str, Any], Proof]:
     from saf.demo import run
     from saf.demo.proof import together
-    from saf.spark import java, session
+    from saf.spark import java
 
     started = time.monotonic()
     console = plain_console(stderr=True)
@@ -269,7 +269,6 @@ def _run(
     console.print(str(found), soft_wrap=True)
 
     configuration = run.settings(application, place.destinations, routing=routing)
-    session.prestart(configuration.forwarder.master)
     with demo_flights.flights_bar(console, recorded, limit) as report:
         written = run.write(application, limit, report)
     console.print(demo_flights.written(written), soft_wrap=True)

@@ -18,7 +18,6 @@ from saf.demo.proof import Received
 from saf.demo.received import free_port, received_of
 from saf.destinations.kafka import Kafka
 from saf.errors import MissingExtra, UsageError
-from saf.spark.java import cache_folder
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer
@@ -54,6 +53,13 @@ def jars() -> Path | None:
     if home := os.environ.get("KAFKA_HOME"):
         folders.insert(0, Path(home) / "libs")
     return next((one for one in folders if [*one.glob("kafka-clients-*.jar")]), None)
+
+
+def cache_folder() -> Path:
+    """Return the folder for rebuildable files: SAF_CACHE, else ``saf`` in the user's cache."""
+    if chosen := os.environ.get("SAF_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "saf"
 
 
 def java(folder: Path, program: str, *arguments: object) -> list[str]:

@@ -109,6 +109,6 @@ def forward(configuration: Settings, progress: Callable[[Progress], None] | None
         from saf.forwarding.forwarder import Forwarder as Forwarding
         from saf.spark.runner import SparkRunner
 
-        return Forwarding(configuration, SparkRunner(lambda _: spark), progress=progress).drain()
+        return Forwarding(configuration, SparkRunner(lambda: spark), progress=progress).drain()
     finally:
-        session.stop(spark)
+        spark.stop()

@@ -26,11 +26,9 @@ COLUMNS = (
 def main() -> None:
     """Stream until standard input ends."""
     folder, at_once = Path(sys.argv[1]).absolute(), sys.argv[2]
-    context = session.start(MASTER, app_name="saf demo --lake")
-    from pyspark.sql import SparkSession
+    spark = session.start(MASTER, app_name="saf demo --lake")
     from pyspark.sql import functions as f
 
-    spark = SparkSession(context)
     register(spark)
     messages = (
         spark.readStream.format("saf")
@@ -53,7 +51,7 @@ def main() -> None:
         pass
     failed = query.exception()
     query.stop()
-    session.stop(context)
+    spark.stop()
     if failed is not None:
         raise SafError(f"the stream has failed: {session.first_line(failed)}")
 
