@@ -89,7 +89,7 @@ def main(chosen: list[str]) -> None:
                 if part in ON_SPARK:
                     spark = session.start("local[2]", app_name="saf bench")
                     ON_SPARK[part](stage, spark)
-                    session.stop(spark)
+                    spark.stop()
                 else:
                     ALONE[part](stage)
             if not chosen:

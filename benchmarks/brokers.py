@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from pyspark import SparkContext
+from pyspark.sql import SparkSession
 
 from benchmarks.drain import forward
 from benchmarks.peers import faststream_redis
@@ -42,7 +42,7 @@ SOME = 10_000
 FORGET = "TRUNCATE saf.acknowledged, saf.backoff, saf.parked"
 
 
-def run(stage: Stage, spark: SparkContext) -> None:
+def run(stage: Stage, spark: SparkSession) -> None:
     """Notes, for each queue, both rates and their ratio."""
     stage.fill(MESSAGES)
     redis_streams(stage, spark)
@@ -53,7 +53,7 @@ def run(stage: Stage, spark: SparkContext) -> None:
     rabbitmq_stream(stage, spark)
 
 
-def redis_streams(stage: Stage, spark: SparkContext) -> None:
+def redis_streams(stage: Stage, spark: SparkSession) -> None:
     """Notes redis_… ."""
     folder = Path(stage.server.data_dir).parent
     with serve("redis", folder / "redis") as there:
@@ -112,7 +112,7 @@ def _relayed(stage: Stage, server: str, client: Any) -> Iterator[Callable[[], fl
         relays.stop()
 
 
-def nats_stream(stage: Stage, spark: SparkContext) -> None:
+def nats_stream(stage: Stage, spark: SparkSession) -> None:
     """Notes nats_… . The bare client has no batches, and the server syncs each of its messages."""
     folder = Path(stage.server.data_dir).parent
     with serve("nats", folder / "nats") as there:
@@ -144,7 +144,7 @@ def nats_stream(stage: Stage, spark: SparkContext) -> None:
         _compare(stage, spark, settings, name="nats", bare=bare, forget=forget)
 
 
-def rabbitmq_queue(stage: Stage, spark: SparkContext, kind: str) -> None:
+def rabbitmq_queue(stage: Stage, spark: SparkSession, kind: str) -> None:
     """Notes rabbitmq_classic_… or rabbitmq_quorum_…, by the kind of the queue, which is durable.
 
     The bare client confirms asynchronously, as fast as it can.
@@ -201,7 +201,7 @@ def rabbitmq_queue(stage: Stage, spark: SparkContext, kind: str) -> None:
         _compare(stage, spark, settings, name=name, bare=bare, forget=forget)
 
 
-def kafka_topics(stage: Stage, spark: SparkContext) -> None:
+def kafka_topics(stage: Stage, spark: SparkSession) -> None:
     """Notes kafka_… . The bare client gives all messages, and waits for all: no transactions."""
     from confluent_kafka import Producer
     from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined] # public
@@ -249,7 +249,7 @@ def kafka_topics(stage: Stage, spark: SparkContext) -> None:
         _compare(stage, spark, settings, name="kafka", bare=bare, forget=forget)
 
 
-def rabbitmq_stream(stage: Stage, spark: SparkContext) -> None:
+def rabbitmq_stream(stage: Stage, spark: SparkSession) -> None:
     """Notes rabbitmq_stream_… . The bare client numbers its messages, as a careful one would."""
     from saf.destinations.rabbitmq_stream.connection import Command, text
 
@@ -333,7 +333,7 @@ def _fields(stage: Stage) -> list[dict[Any, Any]]:
 
 def _compare(
     stage: Stage,
-    spark: SparkContext,
+    spark: SparkSession,
     settings: Settings,
     *,
     name: str,

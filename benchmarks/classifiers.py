@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark import SparkContext
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 import saf
@@ -60,7 +59,7 @@ CLASSIFIERS = {
 }
 
 
-def run(stage: Stage, spark: SparkContext) -> None:
+def run(stage: Stage, spark: SparkSession) -> None:
     """Notes classifier_sql_ratio and so on, of the messages a second without a classifier."""
     settings = load(stage.settings_file(Path(stage.server.data_dir).parent / "classifiers.toml"))
     execute(stage.app, "TRUNCATE saf.outbox", FILL, "VACUUM ANALYZE saf.outbox")

@@ -12,7 +12,7 @@ import time
 from typing import NamedTuple
 
 import psutil
-from pyspark import SparkContext
+from pyspark.sql import SparkSession
 
 from benchmarks.stage import Stage, per_second
 from saf.columns import COLUMNS
@@ -64,17 +64,17 @@ def ceiling(stage: Stage) -> float:
     return time.monotonic() - started
 
 
-def forward(spark: SparkContext, settings: Settings, messages: int = MESSAGES) -> float:
+def forward(spark: SparkSession, settings: Settings, messages: int = MESSAGES) -> float:
     """Seconds for one drain of so many messages."""
     started = time.monotonic()
-    summary = Forwarder(settings, SparkRunner(lambda _: spark)).drain()
+    summary = Forwarder(settings, SparkRunner(lambda: spark)).drain()
     seconds = time.monotonic() - started
     if summary.forwarded != messages or summary.problems:
         raise RuntimeError(f"expected {messages} messages: {summary}")
     return seconds
 
 
-def run(stage: Stage, spark: SparkContext) -> None:
+def run(stage: Stage, spark: SparkSession) -> None:
     """Notes drain_ratio, drain_cpu_ratio and exactly_once_tax; and the same of 2 kB."""
     settings = {}
     for quality in ("exactly_once", "at_least_once"):
@@ -95,7 +95,7 @@ def run(stage: Stage, spark: SparkContext) -> None:
 
 def rounds(
     stage: Stage,
-    spark: SparkContext,
+    spark: SparkSession,
     settings: dict[str, Settings],
     messages: int,
     *,

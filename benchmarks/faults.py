@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import psycopg
-from pyspark import SparkContext
+from pyspark.sql import SparkSession
 
 from benchmarks.send import ACCOUNTS, BUSINESS, TABLES, pgbench, send_statement
 from benchmarks.stage import FILL, Stage, execute
@@ -70,21 +70,21 @@ def horizon(dsn: Dsn) -> Iterator[None]:
         yield
 
 
-def cycles(spark: SparkContext, stage: Stage, settings: Settings) -> float:
+def cycles(spark: SparkSession, stage: Stage, settings: Settings) -> float:
     """Seconds that the forwarder takes for many small batches."""
     seconds = 0.0
     for _ in range(CYCLES):
         with stage.app.connect(role="bench") as connection:
             connection.execute(FILL, [200, 1, MESSAGES_A_CYCLE])
         started = time.monotonic()
-        summary = Forwarder(settings, SparkRunner(lambda _: spark)).drain()
+        summary = Forwarder(settings, SparkRunner(lambda: spark)).drain()
         seconds += time.monotonic() - started
         if summary.forwarded != MESSAGES_A_CYCLE:
             raise RuntimeError(f"expected {MESSAGES_A_CYCLE} messages: {summary}")
     return seconds
 
 
-def run(stage: Stage, spark: SparkContext) -> None:
+def run(stage: Stage, spark: SparkSession) -> None:
     """Notes held_horizon_ratio."""
     settings = load(stage.settings_file(stage.server.data_dir.parent / "horizon.toml"))
     execute(stage.app, "ALTER SYSTEM SET autovacuum = on", "SELECT pg_reload_conf()")

@@ -11,7 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pyspark import SparkContext
+from pyspark.sql import SparkSession
 
 from benchmarks.drain import WARM_UP, forward
 from benchmarks.stage import Stage
@@ -44,7 +44,7 @@ def scraped() -> Iterator[None]:
             thread.join()
 
 
-def run(stage: Stage, spark: SparkContext) -> None:
+def run(stage: Stage, spark: SparkSession) -> None:
     """Notes metrics_drain_ratio: the speed of a drain with metrics over that without."""
     settings = load(stage.settings_file(stage.server.data_dir.parent / "metrics.toml"))
     stage.fill(MESSAGES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pyspark import SparkContext
+from pyspark.sql import SparkSession
 
 from benchmarks.drain import forward
 from benchmarks.stage import Stage, execute
@@ -34,7 +34,7 @@ UNION ALL SELECT NULL, 'mom'
 """
 
 
-def run(stage: Stage, spark: SparkContext) -> None:
+def run(stage: Stage, spark: SparkSession) -> None:
     """Notes routes_10_ratio and routes_1000_ratio, of the messages a second with one route."""
     settings = load(stage.settings_file(Path(stage.server.data_dir).parent / "routing.toml"))
     execute(stage.app, "TRUNCATE saf.outbox", FILL, "VACUUM ANALYZE saf.outbox")

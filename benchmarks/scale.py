@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from uuid import UUID
 
-from pyspark import SparkContext
+from pyspark.sql import SparkSession
 
 from benchmarks.stage import FILL, READ_AGAIN, Stage, execute, median
 from saf.config import Broker, Settings
@@ -62,8 +62,8 @@ def seconds(action: Callable[[], object]) -> float:
     return time.monotonic() - started
 
 
-def no_spark(much: bool) -> SparkContext:
-    raise RuntimeError(f"there was something to do: {much}")
+def no_spark() -> SparkSession:
+    raise RuntimeError("there was something to do")
 
 
 def poll(stage: Stage) -> None:
@@ -81,12 +81,12 @@ def poll(stage: Stage) -> None:
             stage.note(f"poll_{name}_{count}_ms_per_source", 1000 * again / count, "ms")
 
 
-def tasks(stage: Stage, spark: SparkContext) -> None:
+def tasks(stage: Stage, spark: SparkSession) -> None:
     """A cycle in which so many sources have one message each."""
     made = stage.tenants(max(BUSY))
     for count in BUSY:
         some = dict(list(made.items())[:count])
-        forwarder = Forwarder(settings(some, stage.mom), SparkRunner(lambda _: spark))
+        forwarder = Forwarder(settings(some, stage.mom), SparkRunner(lambda: spark))
         forwarder.roster.once = False
         taken = []
         for _ in range(ROUNDS + 1):
@@ -136,7 +136,7 @@ def _work(number: int) -> Work:
     )
 
 
-def giant(stage: Stage, spark: SparkContext) -> None:
+def giant(stage: Stage, spark: SparkSession) -> None:
     """The giant's throughput beside tenants, over alone; and how long a tenant's message takes."""
     stage.fill(GIANT)
     tenants = stage.tenants(9)
@@ -145,7 +145,7 @@ def giant(stage: Stage, spark: SparkContext) -> None:
     both = {"app": stage.app, **tenants}
     for _ in range(2):  # until the JVM has compiled what is hot
         stage.rewind()
-        Forwarder(settings(both, stage.mom), SparkRunner(lambda _: spark)).drain()
+        Forwarder(settings(both, stage.mom), SparkRunner(lambda: spark)).drain()
     beside, in_loop, waits = [], [], []
     only = settings({"app": stage.app}, stage.mom, tasks=2)
     for _ in range(ROUNDS):
@@ -168,19 +168,19 @@ def giant(stage: Stage, spark: SparkContext) -> None:
     stage.note("small_wait_max_seconds", max(waits), "s")
 
 
-def _drain(spark: SparkContext, chosen: Settings, expected: int) -> float:
+def _drain(spark: SparkSession, chosen: Settings, expected: int) -> float:
     started = time.monotonic()
-    summary = Forwarder(chosen, SparkRunner(lambda _: spark)).drain()
+    summary = Forwarder(chosen, SparkRunner(lambda: spark)).drain()
     if summary.forwarded != expected or summary.problems:
         raise RuntimeError(f"expected {expected}: {summary}")
     return time.monotonic() - started
 
 
 def _in_loop(
-    stage: Stage, spark: SparkContext, chosen: Settings, tenants: dict[str, Dsn]
+    stage: Stage, spark: SparkSession, chosen: Settings, tenants: dict[str, Dsn]
 ) -> tuple[float, list[float]]:
     """Seconds for the giant; and beside it, for a message of a tenant every second."""
-    forwarder = Forwarder(chosen, SparkRunner(lambda _: spark))
+    forwarder = Forwarder(chosen, SparkRunner(lambda: spark))
     thread = threading.Thread(target=forwarder.loop, args=[lambda _: None])
     started = time.monotonic()
     thread.start()
@@ -229,7 +229,7 @@ def main(chosen: list[str]) -> None:
                 else:
                     spark = session.start(session.with_room("local[2]"), app_name="saf bench")
                     ON_SPARK[part](stage, spark)
-                    session.stop(spark)
+                    spark.stop()
         finally:
             stage.server.stop()
     for result in stage.results:

@@ -191,17 +191,13 @@ def main() -> None:
             stage.app = dsn
             stage.fill(MESSAGES)
             config = stage.settings_file(Path(folder) / "saf.toml")
-            context = session.start(
-                f"local[{PARTS}]", conf={"spark.driver.extraClassPath": str(jar)}
-            )
+            spark = session.start(f"local[{PARTS}]", conf={"spark.driver.extraClassPath": str(jar)})
             try:
-                from pyspark.sql import SparkSession
-
-                run(stage, SparkSession(context), dsn, config)
-                stream(stage, SparkSession(context), config)
-                send(stage, SparkSession(context), config)
+                run(stage, spark, dsn, config)
+                stream(stage, spark, config)
+                send(stage, spark, config)
             finally:
-                session.stop(context)
+                spark.stop()
         finally:
             stage.server.stop()
         stage.report()

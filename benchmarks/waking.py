@@ -207,13 +207,14 @@ def _said(link: Any, command: str) -> None:
 
 def _runners(stage: Stage) -> None:
     spark = session.start("local[2]", app_name="saf bench")
+    context = spark.sparkContext
     item = b"x" * ITEM_BYTES
     try:
-        jobs = _timed(lambda: spark.parallelize([item], 1).mapPartitions(list).collect())
-        with _resident(spark) as link:
+        jobs = _timed(lambda: context.parallelize([item], 1).mapPartitions(list).collect())
+        with _resident(context) as link:
             fed = _timed(lambda: _echoed(link, item))
     finally:
-        session.stop(spark)
+        spark.stop()
     for name, taken in (("job", jobs), ("resident", fed)):
         stage.note(f"little_{name}_p50_ms", percentile(taken, 0.5) * 1000, "ms")
 
@@ -228,7 +229,7 @@ def _timed(once: Callable[[], object]) -> list[float]:
 
 
 @contextmanager
-def _resident(spark: Any) -> Iterator[socket.socket]:
+def _resident(context: Any) -> Iterator[socket.socket]:
     """Give the driver's end of a socket to a task of Spark that stays."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
@@ -239,7 +240,7 @@ def _resident(spark: Any) -> Iterator[socket.socket]:
                     link.sendall(said)
             yield 0
 
-        job = spark.parallelize([0], 1).mapPartitions(stay)
+        job = context.parallelize([0], 1).mapPartitions(stay)
         thread = threading.Thread(target=job.collect)
         thread.start()
         link, _ = server.accept()

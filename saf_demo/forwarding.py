@@ -137,7 +137,6 @@ def run(stage: Stage, place: Place) -> Outcome:
     started = time.monotonic()
     console, settings = stage.console, place.settings
     application = stage.application(place.application)
-    session.prestart(settings.forwarder.master)
     written = stage.record(application)
     summary = _forward(stage, settings)
     console.print(f"forwarded {counted(summary.forwarded, 'message')} in {summary.seconds:.1f} s")
@@ -181,11 +180,11 @@ def _forward(stage: Stage, settings: Settings) -> Summary:
         from saf.forwarding.forwarder import Forwarder as Forwarding
         from saf.spark.runner import SparkRunner
 
-        runner = SparkRunner(lambda _: spark)
+        runner = SparkRunner(lambda: spark)
         return Forwarding(settings, runner, progress=bar.watching).drain()
     finally:
         bar.clear()
-        session.stop(spark)
+        spark.stop()
 
 
 def _listing(result: Mapping[str, Any]) -> Listing:

@@ -311,11 +311,9 @@ def _commits(table: Path) -> Iterator[pa.Table]:
 
 def main(folder: Path, at_once: str) -> None:
     """Stream until standard input ends."""
-    context = session.start(MASTER, app_name="saf demo --lake")
-    from pyspark.sql import SparkSession
+    spark = session.start(MASTER, app_name="saf demo --lake")
     from pyspark.sql import functions as f
 
-    spark = SparkSession(context)
     register(spark)
     messages = (
         spark.readStream.format("saf")
@@ -338,7 +336,7 @@ def main(folder: Path, at_once: str) -> None:
         pass
     failed = query.exception()
     query.stop()
-    session.stop(context)
+    spark.stop()
     if failed is not None:
         raise SafError(f"the stream has failed: {session.first_line(failed)}")
 

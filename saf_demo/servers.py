@@ -25,7 +25,6 @@ from types import MappingProxyType
 from typing import TextIO
 
 from saf.errors import UsageError
-from saf.spark.java import cache_folder
 
 START_SECONDS = 120.0
 
@@ -267,10 +266,17 @@ def _program(name: str, install: str) -> str:
     return found
 
 
+def _cache() -> Path:
+    """Return the folder for rebuildable files: SAF_CACHE, else ``saf`` in the user's cache."""
+    if chosen := os.environ.get("SAF_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "saf"
+
+
 def _java(folder: Path, program: str, *arguments: object) -> list[str]:
     home = os.environ.get("JAVA_HOME")
     java = shutil.which("java", path=f"{home}/bin" if home else None)
-    folders = [cache_folder() / "kafka"]  # `make kafka` has fetched them
+    folders = [_cache() / "kafka"]  # `make kafka` has fetched them
     if installed := os.environ.get("KAFKA_HOME"):
         folders.insert(0, Path(installed) / "libs")
     jars = next((one for one in folders if [*one.glob("kafka-clients-*.jar")]), None)

@@ -54,9 +54,7 @@ class ConnectServer:
             "spark.local.dir": str(self.folder / "local"),
         }
         settings = [part for item in given.items() for part in ("--conf", "=".join(item))]
-        env = environment(
-            JAVA_HOME=str(java.find().home), PYSPARK_PYTHON=sys.executable, **self.env
-        )
+        env = environment(**java.find().environment(), PYSPARK_PYTHON=sys.executable, **self.env)
         with (self.folder / "output").open("ab") as output:
             self.process = subprocess.Popen(
                 [SUBMIT, "--master", "local[2]", *settings, "--class", SERVER, "spark-internal"],

@@ -15,19 +15,19 @@ from saf.spark import session
 from saf.spark.runner import SparkRunner
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
 
 MASTER = "local[2]"
 
 
-def context() -> SparkContext:
+def spark() -> SparkSession:
     """The session; started when it is first asked for."""
     return session.start(MASTER)
 
 
 def runner() -> SparkRunner:
     """A runner on it."""
-    return SparkRunner(lambda _: context())
+    return SparkRunner(spark)
 
 
 def forward(config: Path, exit_code: int = 0) -> dict[str, Any]:
@@ -43,4 +43,4 @@ def stop() -> None:
     from pyspark import SparkContext
 
     if SparkContext._active_spark_context is not None:
-        session.stop(SparkContext._active_spark_context)
+        SparkContext._active_spark_context.stop()

@@ -1,7 +1,6 @@
 """Sessions of Spark that a test starts for a moment, in processes of their own.
 
-Code that runs once is not worth compiling well: a JVM that does not starts in half of the time. So
-does saf's own for a run that is over soon (`saf.spark.session`).
+Code that runs once is not worth compiling well: a JVM that does not starts in half of the time.
 """
 
 from __future__ import annotations

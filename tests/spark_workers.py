@@ -16,6 +16,6 @@ def workers(driver: int) -> list[int]:
     while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
         ours |= more
     daemons = [
-        pid for pid in ours if b"saf.spark.daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in ours if b"pyspark.daemon" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     return [pid for pid in daemons if parents[pid] in daemons]

@@ -24,7 +24,7 @@ from saf.log import cursor
 from saf.log.shards import Member
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
 
 NAME, VERSION = "saf", version("saf-outbox")
 REQUIRES = ()
@@ -87,7 +87,7 @@ def relay(app: str, mom: str, number: int, go_on: Callable[[], bool]) -> None:  
     from saf.spark.runner import SparkRunner
 
     chosen = settings({"app": Dsn(app)}, Dsn(mom), interval_seconds=0.05)
-    forwarder = Forwarder(chosen, SparkRunner(lambda _: _session()))
+    forwarder = Forwarder(chosen, SparkRunner(_session))
     if not go_on():
         if problems := forwarder.drain().problems:
             raise RuntimeError(str(problems))
@@ -101,9 +101,9 @@ def relay(app: str, mom: str, number: int, go_on: Callable[[], bool]) -> None:  
 
 
 @cache
-def _session() -> SparkContext:
+def _session() -> SparkSession:
     from saf.spark import session
 
     spark = session.start("local[2]", app_name="saf peers")
-    atexit.register(session.stop, spark)
+    atexit.register(spark.stop)
     return spark

@@ -48,7 +48,7 @@ PINNED = (
         "4.3.0",
         "pyspark.SparkContext",
         (
-            *("_active_spark_context", "_gateway", "_jvm"),
+            *("_active_spark_context", "_gateway", "_jsc", "_jvm"),
             *("_ensure_initialized", "_accumulatorServer"),
         ),
     ),
@@ -183,24 +183,36 @@ def active_context(kind: Any) -> Any:
     return kind._active_spark_context
 
 
-def launch_gateway(kind: Any) -> None:
-    """Connect class SparkContext to a JVM, without starting Spark.
+def connect_jvm(kind: Any, gateway: Any = None) -> None:
+    """Connect class SparkContext to the JVM of a gateway, without starting Spark.
+
+    Without a gateway, connect to the JVM that spark-submit has started.
 
     Upstream: Under spark-submit, the settings of the master are known only in the JVM. A program
     that checks them first has to connect before it creates a SparkContext. A public function could
-    launch the gateway, as ``pyspark.java_gateway.launch_gateway`` does without registering it.
+    register a gateway of ``pyspark.java_gateway.launch_gateway``.
     """
-    kind._ensure_initialized()
+    kind._ensure_initialized(gateway=gateway)
 
 
-def accumulator_server(context: Any, *, take: bool = False) -> Any:
-    """Return the server that a SparkContext's tasks report to; with ``take``, detach it.
+def forget_jvm(kind: Any) -> None:
+    """Have class SparkContext forget its JVM, which has ended.
 
-    Upstream: ``SparkContext.stop`` waits up to a second for the accumulator server's thread to
-    notice the end. The server also prints a traceback when the JVM ends first. A shutdown that
-    wakes the thread, and an error handler that expects the end, would fix both.
+    Upstream: PySpark keeps one JVM for the whole process, with its context and its session, and
+    never asks whether the JVM is alive. Without a Java context, it regards both as stopped.
+    ``SparkContext.getOrCreate`` could replace a context whose JVM has ended.
     """
-    server = context._accumulatorServer
-    if take:
-        context._accumulatorServer = None
-    return server
+    context = kind._active_spark_context
+    if context is not None:
+        context._jsc = None
+        context.stop()
+    kind._gateway = kind._jvm = None
+
+
+def accumulator_server(context: Any) -> Any:
+    """Return the server that a SparkContext's tasks report to.
+
+    Upstream: The server prints a traceback when the JVM ends first. An error handler that expects
+    the end would fix this.
+    """
+    return context._accumulatorServer

@@ -76,12 +76,6 @@ def settings_of(kind: str) -> type[DestinationSettings]:
     return cls
 
 
-def preload() -> None:
-    """Import what saf's own kinds need to store, in a process that forks others."""
-    for kind in OURS:
-        settings_of(kind).preload()
-
-
 def _imported(declared: EntryPoint) -> object:
     try:
         return declared.load()

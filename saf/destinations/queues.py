@@ -93,16 +93,6 @@ class QueueSettings(SecuredSettings):
         return cast("Destination", getattr(self._module(name, module), destination)(name, self))
 
     @classmethod
-    def preload(cls) -> None:
-        """Import the modules that `open` imports; without its client, a kind is not used."""
-        try:
-            if cls.client:
-                import_module(cls.client)
-        except ImportError:
-            return
-        import_module(f"{FOLDER}.{cls._folder()}.{cls.stores[0]}")
-
-    @classmethod
     def _folder(cls) -> str:
         return str(cls.model_fields["kind"].default)
 

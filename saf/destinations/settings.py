@@ -117,10 +117,6 @@ class DestinationSettings(BaseModel):
         """Return the destination, not connected yet. ``keep``: stay connected for the next task."""
         raise NotImplementedError(name, keep)
 
-    @classmethod
-    def preload(cls) -> None:
-        """Import the modules that `open` imports; called for saf's own kinds only."""
-
     def identity(self, name: str) -> UUID:
         """Return the destination's identity like `Destination.identity`, over its own connection.
 

@@ -1,4 +1,4 @@
-"""Everything that imports Spark: sessions, JVM and workers, runner, SQL classifiers, tables.
+"""Everything that imports Spark: sessions, runner, SQL classifiers, tables.
 
 The package needs the extra ``forwarder``. The code that forwards an item of work is in
 `saf.engine`, which does not import Spark.

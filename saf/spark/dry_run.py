@@ -22,22 +22,22 @@ from saf.spark.answers import Raised, answer, as_said, reason
 from saf.spark.expressions import Compiled, compiled_of
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
 
 
 class DryRuns:
     """A `saf.operating.dry_run.InSql`; a context manager, because it must stop its Spark."""
 
     def __init__(self) -> None:
-        self._context: SparkContext | None = None
+        self._spark: SparkSession | None = None
         self._lock = Lock()
 
     def __enter__(self) -> DryRuns:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._context is not None:
-            session.stop(self._context)
+        if self._spark is not None:
+            self._spark.stop()
 
     def __call__(self, routes: Routes) -> tuple[Routes, Answers | None]:
         """Return routes with their routers' problems, and the answers; see `InSql`.
@@ -50,14 +50,10 @@ class DryRuns:
             session.require_packages()
         except MissingExtra:
             return routes, None
-        from pyspark.sql import SparkSession
-
         with self._lock:
-            if self._context is None:
-                self._context = session.start("local[1]", app_name="saf router", quick=True)
-            spark = SparkSession.builder.getOrCreate()
-            (routes,), compiled = compiled_of(spark, [routes])
-        return routes, _Answers(spark, compiled)
+            self._spark = session.start("local[1]", app_name="saf router")
+            (routes,), compiled = compiled_of(self._spark, [routes])
+        return routes, _Answers(self._spark, compiled)
 
 
 class _Answers:

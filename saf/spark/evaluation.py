@@ -69,6 +69,7 @@ SHOWN = ("message_id", "key", "message_type", "headers", "body")
 
 
 def receipts(
+    spark: SparkSession,
     work: Sequence[items.Numbered],
     rules: ForwardingRules,
     group: str,
@@ -78,9 +79,6 @@ def receipts(
 
     ``meanwhile`` runs at the same time, and returns the receipts of other items.
     """
-    from pyspark.sql import SparkSession
-
-    spark = SparkSession.builder.getOrCreate()
 
     def run(numbered: items.Numbered) -> list[Receipt]:
         number, item = numbered
@@ -337,11 +335,9 @@ def tried(
     """Start Spark and try a function on a message, given by its columns in the outbox."""
     from py4j.protocol import Py4JError
     from pyspark.errors import PySparkException
-    from pyspark.sql import SparkSession
 
-    context = session.start("local[1]", app_name="saf transform", quick=True)
+    spark = session.start("local[1]", app_name="saf transform")
     try:
-        spark = SparkSession.builder.getOrCreate()
         row = [1, *(_plain(message.get(name)) for name in EXPRESSED)]
         schema = ", ".join(f"{name} {kind}" for name, kind in SEEN.items())
         frame = as_seen(spark.createDataFrame([row], schema))
@@ -356,7 +352,7 @@ def tried(
         except (PySparkException, Py4JError) as error:
             return Tried(dead=f"its function raises {first_line(error)}")
     finally:
-        session.stop(context)
+        spark.stop()
     evaluated = Evaluated(given={service: usable.given})
     transforming = Transforming([service], evaluated, InStep(iter(batches)), max_bytes=max_bytes)
     rows = as_table([{**message, "id": 1, "shard": 0}])

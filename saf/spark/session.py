@@ -1,7 +1,8 @@
-"""The Spark session of a forwarder: quick to start, quiet, and never in the way of Ctrl-C.
+"""The Spark session of a forwarder: a `SparkSession.builder` with saf's settings, quiet on stderr.
 
-Under spark-submit, the session is the submitted one, with its settings. Otherwise `start` creates a
-session, and `prestart` starts its JVM in the background while the caller does something else.
+Under spark-submit, the session is the submitted one, with its settings. Otherwise `start` has
+PySpark start a JVM. PySpark's JVM ignores Ctrl-C, and exits when its standard input closes: so the
+JVM ends with the driver, whatever ends the driver.
 """
 
 from __future__ import annotations
@@ -9,41 +10,43 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import sys
-import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from saf.database import pinned
 from saf.database.patience import shut, sockets_to
-from saf.errors import ConfigurationError, MissingExtra
+from saf.errors import ConfigurationError, MissingExtra, SafError
 from saf.spark import java
-from saf.spark.daemon import AHEAD, start_ahead
-from saf.spark.identity import address, log_in
-from saf.spark.jvm import Jvm, environment, launch
+from saf.spark.identity import address, java_options, log_in
 from saf.spark.master import reach, refuse_connect
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
 
 NO_CONF: Mapping[str, str] = MappingProxyType({})
 
+LOGGING = Path(__file__).parent / "log4j2.properties"
 MAX_FAILURES = "4"
 LOCAL = re.compile(r"local(?:\[(\*|[0-9]{1,6})(,[0-9]{1,6})?\])?")
 
 RAISED = re.compile(r"(?!at |SQLSTATE)[A-Za-z_][\w.]*(: .*)?$")
 """Pattern of the last line of a Python traceback."""
 
-_launched: Jvm | None = None
 
-
-def settings(master: str, *, quick: bool = False) -> dict[str, str]:
+def settings(master: str) -> dict[str, str]:
     """Return the settings of a new session; settings from the caller override them."""
+    options = [f"-Dlog4j2.configurationFile={LOGGING.as_uri()}", *java_options()]
     conf = {
-        "spark.driver.memory": "1g",
+        # Spark puts them before spark.driver.extraJavaOptions, which are the user's
+        "spark.driver.defaultJavaOptions": shlex.join(options),
+        # saf has its own progress bar, and stderr may be a log
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
         # workers on the same machine: less kernel work than TCP, and no port to connect to
@@ -52,36 +55,19 @@ def settings(master: str, *, quick: bool = False) -> dict[str, str]:
         "spark.task.maxFailures": MAX_FAILURES,
         # an expression that overflows the stack fails its own task, not the whole JVM
         "spark.executor.killOnFatalError.depth": "0",
-        # no tables are stored: do not load Hive
-        "spark.sql.catalogImplementation": "in-memory",
-        # no shuffle and no joins, so there is nothing to adapt or to wait for
+        # no shuffle and no joins, so there is nothing to adapt
         "spark.sql.adaptive.enabled": "false",
         "spark.sql.shuffle.partitions": "1",
-        "spark.locality.wait": "0",
-        # workers are forked with everything imported
-        "spark.python.daemon.module": "saf.spark.daemon",
-        # Python stacks of DataFrame calls, useful only in notebooks
-        "spark.python.sql.dataFrameDebugging.enabled": "false",
     }
     if is_local(master):
+        # no web server, and no open port, unless a user asks for them
         conf |= {
-            # no web server, and no open port, unless a user asks for them
             "spark.ui.enabled": "false",
             "spark.driver.host": "127.0.0.1",
             "spark.driver.bindAddress": "127.0.0.1",
-            # one process runs everything, so only one Python is possible
-            "spark.pyspark.python": sys.executable,
         }
-        # one small heap: the collector that starts fastest
-        conf["spark.driver.extraJavaOptions"] = "-XX:+UseSerialGC"
-        if quick:
-            # optimizing code that runs once is not worth seconds of two cores
-            conf |= {
-                "spark.driver.extraJavaOptions": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
-                "spark.sql.codegen.wholeStage": "false",
-                "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-            }
-    elif "//localhost" in master or "//127." in master:
+    if is_local(master) or "//localhost" in master or "//127." in master:
+        # workers are on this machine, where saf is installed for this Python
         conf["spark.pyspark.python"] = sys.executable
     return conf
 
@@ -137,33 +123,10 @@ def first_line(error: BaseException) -> str:
     return first.rstrip(".")
 
 
-def prestart(
-    master: str,
-    *,
-    conf: Mapping[str, str] = NO_CONF,
-    quick: bool = False,
-) -> None:
-    """Start the JVM in the background; `start` with the same arguments uses it."""
-    global _launched  # noqa: PLW0603 a process has one JVM
-    require_packages()
-    if _launched is None and "PYSPARK_GATEWAY_PORT" not in os.environ and not _has_jvm():
-        chosen, found = settings(master, quick=quick) | dict(conf), java.find()
-        env = environment(found) | address(chosen, local=is_local(master))
-        if is_local(master) and _forks_ours(chosen):
-            env[AHEAD] = start_ahead(env)
-        _launched = launch(found, chosen, env)
-
-
 def start(
-    master: str,
-    *,
-    app_name: str = "saf forward",
-    conf: Mapping[str, str] = NO_CONF,
-    quick: bool = False,
-) -> SparkContext:
-    """Return the active context, as under spark-submit, or a new one on ``master``.
-
-    ``quick`` starts sooner and works slower: use it for runs with little work.
+    master: str, *, app_name: str = "saf forward", conf: Mapping[str, str] = NO_CONF
+) -> SparkSession:
+    """Return this process's session, as under spark-submit, or a new one on ``master``.
 
     Raises:
         MissingExtra: pyspark, pyarrow or ADBC is not installed.
@@ -174,50 +137,40 @@ def start(
     """
     require_packages()
     refuse_connect(master, conf)
-    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
-    if not submitted:
-        reach(master)
-        prestart(master, conf=conf, quick=quick)
     from py4j.protocol import Py4JJavaError
     from pyspark import SparkConf, SparkContext
     from pyspark.logger import PySparkLogger
+    from pyspark.sql import SparkSession
 
     # the caller reports what an expression raises; PySpark would print it with its stack
     for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
         PySparkLogger.getLogger(name).setLevel(logging.CRITICAL + 1)
-    if submitted and pinned.active_context(SparkContext) is None:
-        pinned.launch_gateway(SparkContext)
+    _forget_ended_jvm()
+    if pinned.active_context(SparkContext) is not None:
+        return SparkSession.builder.getOrCreate()
+    if "PYSPARK_GATEWAY_PORT" in os.environ:  # spark-submit has started the JVM, and this process
+        pinned.connect_jvm(SparkContext)
         reach(SparkConf().get("spark.master") or "")
-    if submitted or pinned.active_context(SparkContext) is not None:
-        return SparkContext.getOrCreate()
-    if pinned.gateway(SparkContext) is None:
-        _connect(SparkContext)
-    chosen = {**settings(master, quick=quick), **conf}
-    # For PySpark, the environment wins; without it, PySpark ignores this setting in a conf.
-    python = os.environ.get("PYSPARK_PYTHON") or chosen.get("spark.pyspark.python")
-    if python:
-        os.environ["PYSPARK_PYTHON"] = python
+        return SparkSession.builder.getOrCreate()
+    reach(master)
+    chosen = settings(master) | dict(conf)
+    # PySpark reads only the variable; Spark's own planner reads only the setting
+    if python := os.environ.get("PYSPARK_PYTHON") or chosen.get("spark.pyspark.python"):
         chosen["spark.pyspark.python"] = python
-    conf_ = SparkConf().setMaster(with_attempts(master)).setAppName(app_name)
-    log_in(pinned.jvm(SparkContext))
-    try:
-        context = SparkContext.getOrCreate(conf_.setAll(list(chosen.items())))
-    except Py4JJavaError as error:
-        raise ConfigurationError(
-            f"Spark does not start with forwarder.master = {master!r} and the settings of "
-            f"[forwarder.spark]: {first_line(error)}"
-        ) from None
-    _quiet_when_it_ends(context)
-    return context
-
-
-def stop(spark: SparkContext) -> None:
-    """Stop Spark cleanly, but skip the second for which PySpark then waits for a thread."""
-    server = pinned.accumulator_server(spark, take=True)
-    if server is not None:
-        server.server_shutdown = True
-        threading.Thread(target=server.shutdown, daemon=True).start()
-    spark.stop()
+    builder: Any = SparkSession.builder.master(with_attempts(master)).appName(app_name)
+    with _environment(_of_jvm(chosen, local=is_local(master))):
+        if pinned.gateway(SparkContext) is None:
+            pinned.connect_jvm(SparkContext, _launch(chosen))
+        log_in(pinned.jvm(SparkContext))
+        try:
+            session: SparkSession = builder.config(map=chosen).getOrCreate()
+        except Py4JJavaError as error:
+            raise ConfigurationError(
+                f"Spark does not start with forwarder.master = {master!r} and the settings of "
+                f"[forwarder.spark]: {first_line(error)}"
+            ) from None
+    _quiet_when_it_ends(session.sparkContext)
+    return session
 
 
 def abandon() -> None:
@@ -225,11 +178,76 @@ def abandon() -> None:
     from pyspark import SparkContext
 
     warnings.filterwarnings("ignore", message="Unable to cleanly shutdown Spark JVM")
-    if _launched is not None:
-        _launched.kill()
     gateway = pinned.gateway(SparkContext)
-    if gateway is not None:
-        shut(sockets_to(gateway.gateway_parameters.port))
+    if gateway is None:
+        return
+    if gateway.proc is not None:  # under spark-submit, the JVM is not a child of this process
+        gateway.proc.kill()
+    shut(sockets_to(gateway.gateway_parameters.port))
+
+
+def _launch(conf: Mapping[str, str]) -> Any:
+    """Start a JVM and return its gateway.
+
+    PySpark's own builder would put all settings on a command line, which all users of the machine
+    can read. The JVM itself needs only those of the driver; Spark gets the others afterwards.
+
+    Raises:
+        SafError: the JVM ended instead, after writing the reason to stderr.
+    """
+    from pyspark import SparkConf
+    from pyspark.errors import PySparkException
+    from pyspark.java_gateway import launch_gateway
+
+    needed = [item for item in conf.items() if item[0].startswith("spark.driver.")]
+    given = SparkConf(loadDefaults=False).setAll(needed)
+    try:
+        # standard output belongs to the driver
+        return launch_gateway(given, {"stdout": 2})  # type: ignore[no-untyped-call]
+    except PySparkException as error:
+        raise SafError(
+            "Spark's JVM did not start (its output is above); Java and the memory "
+            "(spark.driver.memory) are the usual reasons"
+        ) from error
+
+
+def _of_jvm(conf: Mapping[str, str], *, local: bool) -> dict[str, str]:
+    """Return the environment variables of a JVM and its workers."""
+    spec = find_spec("pyspark")
+    assert spec is not None  # noqa: S101 `require_packages` has seen to it
+    assert spec.origin is not None  # noqa: S101 it is a regular package
+    python = conf.get("spark.pyspark.python")
+    return {
+        **java.find().environment(),
+        **address(conf, local=local),
+        # Spark in the same version as PySpark, wherever another one is installed
+        "SPARK_HOME": str(Path(spec.origin).parent),
+        **({"PYSPARK_PYTHON": python} if python else {}),
+    }
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process, from which PySpark starts the JVM, for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _forget_ended_jvm() -> None:
+    """Have PySpark forget a JVM that has ended, so that the next session gets a new one."""
+    from pyspark import SparkContext
+
+    gateway = pinned.gateway(SparkContext)
+    if gateway is not None and gateway.proc is not None and gateway.proc.poll() is not None:
+        pinned.forget_jvm(SparkContext)
 
 
 def _quiet_when_it_ends(context: Any) -> None:
@@ -242,34 +260,6 @@ def _quiet_when_it_ends(context: Any) -> None:
             handle(request, address)
 
     server.handle_error = handle_error
-
-
-def _connect(context: Any) -> None:
-    """Give PySpark the JVM as spark-submit does, through the environment, for this one call."""
-    global _launched  # noqa: PLW0603 a JVM that did not come up is not asked again
-    assert _launched is not None  # noqa: S101 prestart() has seen to it
-    jvm, _launched = _launched, None
-    port, secret = jvm.address()
-    _launched = jvm
-    os.environ |= {"PYSPARK_GATEWAY_PORT": str(port), "PYSPARK_GATEWAY_SECRET": secret}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            pinned.launch_gateway(context)
-    finally:
-        del os.environ["PYSPARK_GATEWAY_PORT"], os.environ["PYSPARK_GATEWAY_SECRET"]
-
-
-def _forks_ours(conf: Mapping[str, str]) -> bool:
-    """Return whether workers use this Python, and fork from saf's daemon."""
-    python = os.environ.get("PYSPARK_PYTHON") or conf.get("spark.pyspark.python")
-    daemon = conf.get("spark.python.daemon.module"), conf.get("spark.python.use.daemon", "true")
-    return python == sys.executable and daemon == ("saf.spark.daemon", "true")
-
-
-def _has_jvm() -> bool:
-    context = sys.modules.get("pyspark.core.context")
-    return context is not None and pinned.gateway(context.SparkContext) is not None
 
 
 def require_packages() -> None:

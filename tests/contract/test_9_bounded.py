@@ -69,8 +69,7 @@ def test_a_backlog_larger_than_the_memory_of_spark_is_forwarded(
     )
     done = subprocess.run(
         [BIN / "saf", "forward", "--config", config, "--json"],
-        # a JVM of this size starts once: no archive is made for it
-        env=environment(SAF_CACHE=str(tmp_path / "saf.toml" / "cache")),
+        env=environment(),
         capture_output=True,
         text=True,
         check=False,

@@ -40,7 +40,7 @@ def kill_driver(round_: Round, fault: Fault) -> None:
 
 def kill_worker(round_: Round, fault: Fault) -> None:
     """A Python process that Spark has started: a worker, or what forks the workers."""
-    kill_part(round_.forwarders, fault, b"saf.spark.daemon")
+    kill_part(round_.forwarders, fault, b"pyspark.daemon")
 
 
 def kill_writer(round_: Round, fault: Fault) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tests.crash.rounds import Round
 
 HELD_SECONDS = 10.0
-WORKERS = (b"saf.spark.daemon", b"-m\0pyspark.")
+WORKERS = (b"pyspark.daemon", b"-m\0pyspark.sql.")
 """In the commands of the Python processes of streams: of tasks, and of all else."""
 STORE = "LOCK TABLE saf.inbox IN SHARE MODE"
 MARK = "SELECT FROM saf.cursor FOR UPDATE"

@@ -34,10 +34,7 @@ AT_ONCE = 200
 def main() -> None:
     """Stream for ever."""
     folder = Path(sys.argv[1])
-    context = session.start(MASTER, app_name="streams", conf=SETTINGS, quick=True)
-    from pyspark.sql import SparkSession
-
-    spark = SparkSession(context)
+    spark = session.start(MASTER, app_name="streams", conf=SETTINGS)
     register(spark)
     begin: dict[str, Callable[[], StreamingQuery]] = {
         "outbox": partial(_to_table, spark, "STREAM_APP", "outbox", folder),

@@ -11,7 +11,7 @@ import pytest
 from saf.broker.services import create_service
 from saf.config import load
 from saf.database import Dsn
-from saf.spark import java, jvm
+from saf.spark import java
 from saf.spark.table.fields import TEXT, schema_of
 from saf.spark.table.options import NAMES
 from saf.spark.table.outgoing import TYPES
@@ -134,7 +134,7 @@ def recipe(name: str, folder: Path) -> str:
         [sys.executable, "-c", script.replace("local[*]", "local[2]")],
         env={
             **short_lived.defaults(folder / "spark"),
-            "JAVA_HOME": jvm.environment(java.find())["JAVA_HOME"],
+            **java.find().environment(),
             "PATH": INSTALLED,
         },
         cwd=folder,

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 def session() -> SparkSession:
     """The shared session, with the format registered."""
-    from pyspark.sql import SparkSession
-
-    spark = SparkSession(on_spark.context())
+    spark = on_spark.spark()
     saf_spark.register(spark)
     return spark
 

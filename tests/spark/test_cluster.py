@@ -306,7 +306,7 @@ def _out_of_order(messages: list[tuple[str, str]]) -> list[str]:
 
 def _spark_environment() -> dict[str, str]:
     return environment(
-        JAVA_HOME=str(java.find().home),
+        **java.find().environment(),
         PYSPARK_PYTHON=sys.executable,
         SPARK_HOME=str(SPARK),
         SPARK_LOCAL_IP="127.0.0.1",

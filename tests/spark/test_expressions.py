@@ -69,10 +69,7 @@ NONE_AT_ALL = ("", "key), rand(", "key /* ", "raise_error(", ":x", "nothing", "a
 
 
 def compiled(expression: str) -> Compiled | str:
-    from pyspark.sql import SparkSession
-
-    on_spark.context()
-    return _compiled(SparkSession.builder.getOrCreate(), expression)
+    return _compiled(on_spark.spark(), expression)
 
 
 @pytest.mark.parametrize("expression", OF_ONE_ROW)
@@ -98,10 +95,7 @@ def test_one_that_is_too_long_to_be_looked_at_or_nested_too_deeply_is_refused() 
 
 
 def test_a_function_that_somebody_has_added_to_spark_is_refused_whatever_its_name() -> None:
-    from pyspark.sql import SparkSession
-
-    on_spark.context()
-    spark = SparkSession.builder.getOrCreate()
+    spark = on_spark.spark()
     spark.udf.register("ours", lambda one: one)
     spark.sql("CREATE TEMPORARY FUNCTION theirs(x STRING) RETURNS STRING RETURN 'a'")
     try:

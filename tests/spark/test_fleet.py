@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark import SparkContext
+from pyspark.sql import SparkSession
 
 from saf.broker.embedded import EmbeddedServer
 from saf.config import Settings, load
@@ -32,8 +32,8 @@ NewBroker = Callable[[str], Dsn]
 
 
 @pytest.fixture(scope="module")
-def spark() -> SparkContext:
-    return on_spark.context()
+def spark() -> SparkSession:
+    return on_spark.spark()
 
 
 def settings(
@@ -44,12 +44,12 @@ def settings(
     return load(file)
 
 
-def drained(spark: SparkContext, chosen: Settings) -> Summary:
-    return Forwarder(chosen, SparkRunner(lambda _: spark)).drain()
+def drained(spark: SparkSession, chosen: Settings) -> Summary:
+    return Forwarder(chosen, SparkRunner(lambda: spark)).drain()
 
 
 def test_each_item_of_work_is_a_task_of_its_own(
-    spark: SparkContext, app: Dsn, mom: Dsn, new_broker: NewBroker
+    spark: SparkSession, app: Dsn, mom: Dsn, new_broker: NewBroker
 ) -> None:
     """What fails in one, or takes long, holds up nobody else's."""
     work = []
@@ -57,21 +57,21 @@ def test_each_item_of_work_is_a_task_of_its_own(
         send(dsn, 3)
         with Cycle(dsn, forwarding_rules(mom=mom)) as cycle:
             work += cycle.open()
-    runner = SparkRunner(lambda _: spark)
+    runner = SparkRunner(lambda: spark)
     runner.start(work)
     runner.run(work, forwarding_rules(mom=mom), "of its own")
-    (job,) = spark.statusTracker().getJobIdsForGroup("of its own")
-    info = spark.statusTracker().getJobInfo(job)
+    (job,) = spark.sparkContext.statusTracker().getJobIdsForGroup("of its own")
+    info = spark.sparkContext.statusTracker().getJobInfo(job)
     assert info is not None
-    (stage,) = map(spark.statusTracker().getStageInfo, info.stageIds)
+    (stage,) = map(spark.sparkContext.statusTracker().getStageInfo, info.stageIds)
     assert stage is not None
     assert stage.numTasks == len(work) == 3
 
 
 @contextmanager
-def looping(spark: SparkContext, chosen: Settings) -> Iterator[list[Summary]]:
+def looping(spark: SparkSession, chosen: Settings) -> Iterator[list[Summary]]:
     """A forwarder in a loop; its summaries."""
-    forwarder = Forwarder(chosen, SparkRunner(lambda _: spark))
+    forwarder = Forwarder(chosen, SparkRunner(lambda: spark))
     summaries: list[Summary] = []
     thread = threading.Thread(target=forwarder.loop, args=[summaries.append])
     thread.start()
@@ -138,7 +138,7 @@ def in_order(mom: Dsn, what: str) -> bool:
 
 @pytest.mark.full
 def test_in_one_run_nobody_waits_for_a_giant(
-    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
+    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkSession
 ) -> None:
     brokers = {"giant": new_broker("giant")} | {f"t{n}": new_broker("tenant") for n in range(9)}
     send(brokers["giant"], GIANT, "giant")
@@ -156,7 +156,7 @@ def test_in_one_run_nobody_waits_for_a_giant(
 @pytest.mark.full
 @pytest.mark.full
 def test_in_a_loop_what_comes_later_does_not_wait_for_a_giant_either(
-    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
+    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkSession
 ) -> None:
     brokers = {"giant": new_broker("giant"), "small": new_broker("tenant")}
     send(brokers["giant"], GIANT, "giant")
@@ -179,7 +179,7 @@ def test_in_a_loop_what_comes_later_does_not_wait_for_a_giant_either(
 
 @pytest.mark.full
 def test_a_giant_that_nobody_waits_for_is_not_interrupted(
-    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
+    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkSession
 ) -> None:
     brokers = {"giant": new_broker("giant"), "small": new_broker("tenant")}
     send(brokers["giant"], GIANT // 2, "giant")
@@ -190,7 +190,7 @@ def test_a_giant_that_nobody_waits_for_is_not_interrupted(
 
 @pytest.mark.full
 def test_each_broken_source_is_named_with_its_cure_and_the_others_go_on(
-    new_broker: NewBroker, new_database: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
+    new_broker: NewBroker, new_database: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkSession
 ) -> None:
     well = {f"well{n}": new_broker("well") for n in range(3)}
     for number, dsn in enumerate(well.values()):
@@ -215,7 +215,7 @@ def test_each_broken_source_is_named_with_its_cure_and_the_others_go_on(
 
 @pytest.mark.full
 def test_sources_that_hang_are_waited_for_together_and_hold_up_nobody(
-    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkContext
+    new_broker: NewBroker, mom: Dsn, tmp_path: Path, spark: SparkSession
 ) -> None:
     well = new_broker("well")
     send(well, 100, "well")
@@ -244,7 +244,7 @@ def test_sources_that_hang_are_waited_for_together_and_hold_up_nobody(
 
 @pytest.mark.full
 def test_a_fleet_is_followed_by_a_running_loop(
-    new_broker: NewBroker, app: Dsn, mom: Dsn, tmp_path: Path, spark: SparkContext
+    new_broker: NewBroker, app: Dsn, mom: Dsn, tmp_path: Path, spark: SparkSession
 ) -> None:
     first, second = new_broker("tenant"), new_broker("tenant")
     with connect(app) as connection:
@@ -277,7 +277,7 @@ def test_a_fleet_is_followed_by_a_running_loop(
 
 @pytest.mark.full
 def test_a_source_and_a_destination_have_no_more_connections_than_they_may(
-    new_broker: NewBroker, server: EmbeddedServer, mom: Dsn, tmp_path: Path, spark: SparkContext
+    new_broker: NewBroker, server: EmbeddedServer, mom: Dsn, tmp_path: Path, spark: SparkSession
 ) -> None:
     limited, free = new_broker("limited"), new_broker("free")
     for name, dsn in (("limited", limited), ("free", free)):
@@ -302,7 +302,7 @@ def test_a_source_and_a_destination_have_no_more_connections_than_they_may(
 
 @pytest.mark.full
 def test_a_loop_stays_connected_where_connections_are_not_counted(
-    app: Dsn, mom: Dsn, tmp_path: Path, spark: SparkContext
+    app: Dsn, mom: Dsn, tmp_path: Path, spark: SparkSession
 ) -> None:
     for limit, kept in ((None, True), (4, False)):
         seen: set[int] = set()
@@ -331,7 +331,7 @@ def test_a_loop_stays_connected_where_connections_are_not_counted(
 
 @pytest.mark.full
 def test_more_sources_than_sessions_are_visited_in_turn_and_all_are_drained(
-    new_broker: NewBroker, server: EmbeddedServer, mom: Dsn, tmp_path: Path, spark: SparkContext
+    new_broker: NewBroker, server: EmbeddedServer, mom: Dsn, tmp_path: Path, spark: SparkSession
 ) -> None:
     brokers = {f"t{n}": new_broker("tenant") for n in range(9)}
     for name in list(brokers)[:7]:

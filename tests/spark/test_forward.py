@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from pyspark import SparkContext
+from pyspark.sql import SparkSession
 
 from saf.database import Dsn
 from saf.log.shards import shard_of
@@ -189,11 +189,11 @@ def test_a_destination_that_is_down_leaves_everything_pending(
 
 
 @pytest.fixture(scope="module")
-def spark() -> SparkContext:
-    return on_spark.context()
+def spark() -> SparkSession:
+    return on_spark.spark()
 
 
-def test_a_key_has_the_same_shard_in_spark(spark: SparkContext) -> None:
+def test_a_key_has_the_same_shard_in_spark(spark: SparkSession) -> None:
     keys = ["N725MQ", "", "Zürich 😀", "x" * 1000, *(f"order {n}" for n in range(200))]
-    rows = spark.parallelize(keys).map(lambda key: (key, shard_of(key, 100))).collect()
+    rows = spark.sparkContext.parallelize(keys).map(lambda key: (key, shard_of(key, 100))).collect()
     assert dict(rows) == {key: shard_of(key, 100) for key in keys}

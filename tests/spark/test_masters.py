@@ -87,7 +87,7 @@ def test_spark_connect_without_an_address_is_refused_even_if_there_is_nothing_to
 def test_spark_submit_with_remote_is_understood(folder: Path, app: Dsn) -> None:
     send(app, 1)
     submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
-    env = {"JAVA_HOME": str(java.find().home), "PYSPARK_PYTHON": sys.executable}
+    env = {**java.find().environment(), "PYSPARK_PYTHON": sys.executable}
     done = run([submit, "--remote", CONNECT, ROOT / "jobs" / "forward.py"], env=env, cwd=folder)
     assert done.returncode != 0
     assert (

@@ -25,7 +25,6 @@ from urllib.request import urlopen
 import pytest
 from psycopg import pq, sql
 from psycopg.conninfo import make_conninfo
-from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from saf.broker.embedded import EmbeddedServer
@@ -414,16 +413,15 @@ def test_neither_a_plan_nor_what_it_says_of_its_functions_holds_the_password(
     send(locked.owner, 5)
     with Cycle(app, forwarding_rules(mom=mom)) as cycle:
         (work,) = cycle.open()
-    spark = SparkSession(on_spark.context())
-    rows = messages_of(spark, work, {"id": "long"}, [work.batch.select(["id"])])
+    rows = messages_of(on_spark.spark(), work, {"id": "long"}, [work.batch.select(["id"])])
     plans = rows._jdf.queryExecution()
     assert not shows(plans.toString())
     assert not shows(plans.logical().toJSON())
     assert len(rows.collect()) == 5
 
 
-def _no_spark(much: bool) -> SparkContext:
-    raise NotImplementedError(much)
+def _no_spark() -> SparkSession:
+    raise NotImplementedError
 
 
 def test_every_parameter_that_libpq_takes_for_a_secret_is_hidden() -> None:
@@ -474,14 +472,12 @@ import sys
 from pathlib import Path
 
 import saf.spark
-from pyspark.sql import SparkSession
 from saf.config import load
 from saf.spark import session
 
 settings = load()
 folder = Path(os.environ["SAF_CONFIG"]).parent
-context = session.start("local[2]", conf=settings.forwarder.spark)
-spark = SparkSession(context)
+spark = session.start("local[2]", conf=settings.forwarder.spark)
 saf.spark.register(spark)
 
 
@@ -534,7 +530,7 @@ for broker in ("wrong", "down", "bare"):
         print("failed:", type(error).__name__, error)
 print("ready", flush=True)
 sys.stdin.readline()
-session.stop(context)
+spark.stop()
 """
 
 

@@ -17,7 +17,7 @@ import pytest
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
-from saf.spark import java, jvm
+from saf.spark import java
 from tests import short_lived
 from tests.pipeline import connect
 from tests.programs import INSTALLED, configuration, environment
@@ -138,7 +138,7 @@ def driver(folder: Path, at_once: int, master: str, trigger: str) -> subprocess.
             [sys.executable, "-c", PROGRAM, str(folder), str(at_once), master, trigger],
             env=environment(
                 **short_lived.defaults(folder / "spark"),
-                JAVA_HOME=jvm.environment(java.find())["JAVA_HOME"],
+                **java.find().environment(),
                 PATH=INSTALLED,
                 PYSPARK_PYTHON=sys.executable,
             ),

@@ -113,10 +113,7 @@ def test_a_join_with_a_table_enriches_and_may_give_key_and_headers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    on_spark.context()
-    from pyspark.sql import SparkSession
-
-    spark = SparkSession.builder.getOrCreate()
+    spark = on_spark.spark()
     table = spark.createDataFrame([("c1", "Ada"), ("c2", "Grace")], "customer string, name string")
     table.write.parquet(str(tmp_path / "customers"))
     monkeypatch.setenv("CUSTOMERS", str(tmp_path / "customers"))

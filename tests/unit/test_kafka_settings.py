@@ -106,7 +106,6 @@ def test_without_its_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         with pytest.raises(Refused, match=r"pip install 'saf-outbox\[kafka\]'") as caught:
             ask("events")
         assert "destination 'events' cannot be used" in str(caught.value)
-    Kafka.preload()
 
 
 def test_each_message_has_the_headers_that_it_has_and_no_others() -> None:

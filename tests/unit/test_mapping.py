@@ -208,7 +208,6 @@ def test_without_its_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
         with pytest.raises(Refused, match=r"pip install 'saf-outbox\[redis\]'") as caught:
             ask("events")
         assert "destination 'events' cannot be used" in str(caught.value)
-    Redis.preload()
 
 
 def test_without_pika_a_destination_of_rabbitmq_says_what_to_install(
@@ -221,7 +220,6 @@ def test_without_pika_a_destination_of_rabbitmq_says_what_to_install(
     for ask in (there.open, there.guarantee):
         with pytest.raises(Refused, match=r"pip install 'saf-outbox\[rabbitmq\]'"):
             ask("events")
-    Rabbitmq.preload()
 
 
 @pytest.mark.parametrize(

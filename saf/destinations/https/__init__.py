@@ -124,11 +124,6 @@ class Https(SecuredSettings):
 
         return RemoteInbox(name, self)
 
-    @classmethod
-    def preload(cls) -> None:
-        """Import the modules that `open` imports."""
-        import saf.destinations.https.remote  # noqa: F401 - imported for its effect
-
     @contextmanager
     def connected(self, name: str) -> Iterator[Link]:
         """Open a link; see `LinkedSettings.connected`."""

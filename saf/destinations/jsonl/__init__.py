@@ -49,11 +49,6 @@ class Jsonl(DestinationSettings):
 
         return Folder(name, self)
 
-    @classmethod
-    def preload(cls) -> None:
-        """Import the modules that `open` imports."""
-        import saf.destinations.jsonl.folder  # noqa: F401 - imported for its effect
-
     def identity(self, name: str) -> UUID:
         """Return the folder's identity, stored or future; see `DestinationSettings.identity`."""
         return read_identity(f"destination {name!r}", self.folder)

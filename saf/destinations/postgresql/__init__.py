@@ -50,11 +50,6 @@ class Postgresql(DestinationSettings):
 
         return inbox.PostgresInbox(name, self.dsn, keep=keep)
 
-    @classmethod
-    def preload(cls) -> None:
-        """Import the modules that `open` imports."""
-        import saf.destinations.postgresql.inbox  # noqa: F401 - imported for its effect
-
     def identity(self, name: str) -> UUID:
         """Return the broker_id; see `DestinationSettings.identity`."""
         with (
