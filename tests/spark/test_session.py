@@ -207,7 +207,7 @@ def read():
     reader = spark.read.format("saf").option("broker", "app").option("config", sys.argv[1])
     filtered = reader.option("log", "outbox").load().where("key <=> 'a'")
     plan = filtered._jdf.queryExecution().executedPlan().toString()
-    print(filtered.count(), "Filter" in plan, flush=True)
+    print(filtered.count(), "Filter (" in plan, flush=True)
     return spark
 
 first = read()
