@@ -595,7 +595,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a message whose endpoint is gone stays in flight",
         JUDGING,
-        "        elif answer.meaning is Meaning.GONE:\n            self.window.put_back(message)\n",
+        "        elif answer.meaning is Meaning.GONE:\n            self.window.put_back(walk)\n",
         "        elif answer.meaning is Meaning.GONE:\n",
         "contract/test_dispatch_stored.py"
         "::test_a_message_whose_endpoint_is_gone_is_delivered_once_an_operator_resumes_the_endpoint",

@@ -123,9 +123,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the session of a JVM that has ended stays PySpark's default",
-        "saf/spark/session.py",
+        "saf/database/pinned.py",
         "        context._jsc = None\n        context.stop()\n",
-        "        SparkContext._active_spark_context = None\n",
+        "        kind._active_spark_context = None\n",
         f"{SESSION}::test_after_a_jvm_was_killed_the_process_gets_a_new_one_that_reads_and_filters",
     ),
     mutant(
