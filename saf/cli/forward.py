@@ -14,7 +14,7 @@ from concurrent.futures import wait
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -32,8 +32,6 @@ from saf.operating.wording import at, counted
 from saf.signals import stop_on_signals
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from saf.forwarding.summary import Summary
     from saf.spark.remote import ConnectRunner
     from saf.spark.runner import SparkRunner
@@ -162,7 +160,7 @@ def run(
     master = options.master if is_single else session.with_room(options.master)
     console = plain_console(stderr=True)
 
-    def start() -> SparkSession:
+    def start() -> Any:
         people = console.is_terminal
         with console.status(f"starting {java.find()}") if people else nullcontext():
             return session.start(master, conf=options.spark)
