@@ -161,10 +161,11 @@ class Connection:
         self.publish(
             message._replace(reply=inbox) for message, inbox in zip(asked, inboxes, strict=True)
         )
-        answers: dict[str, Msg] = {}
-        while len(answers) < len(asked):
+        missing, answers = set(inboxes), dict[str, Msg]()
+        while missing:
             answer = self.receive()
-            if answer.subject in inboxes:
+            if answer.subject in missing:
+                missing.remove(answer.subject)
                 answers[answer.subject] = answer
         return [
             of(message.subject, answers[inbox])
