@@ -237,7 +237,9 @@ def test_after_a_jvm_was_killed_the_process_gets_a_new_one_that_reads_and_filter
 
 
 def descendants(driver: subprocess.Popen[str]) -> list[psutil.Process]:
-    return list(psutil.Process(driver.pid).children(recursive=True))
+    """All but the ended shell of Spark's launcher, which the JVM replaces and never collects."""
+    started = psutil.Process(driver.pid).children(recursive=True)
+    return [process for process in started if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def is_java(process: psutil.Process) -> bool:
