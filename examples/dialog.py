@@ -47,7 +47,7 @@ def order(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
     assert message.dialog is not None  # noqa: S101 - for the type checker
     wanted = message.json()
     if wanted["amount"] > IN_STOCK:
-        message.dialog.end_with_error(connection, 17, "we do not have so many")
+        message.dialog.end_with_error(connection, 17, "we do not have that many")
         return
     message.dialog.send(connection, wanted, message_type="delivery")
     message.dialog.end(connection)

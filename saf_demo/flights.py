@@ -9,9 +9,8 @@ flights of unknown aircraft have no key.
 
 The first transactions have one flight each, the later ones many. Every 20th is rolled back on
 purpose, rows and messages together, and its flights are recorded again. Several writers may run at
-the same time. Each aircraft has one writer, because the order is that in which one writer, or the
-holder of a lock, writes. A writer that is restarted after a kill continues with the missing
-flights.
+the same time. Each aircraft has one writer, because messages of several writers have an order only
+under a lock. A writer that is restarted after a kill continues with the missing flights.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `KINDS` has a plug for each: a function that yields the settings of a destination whose data is in a
 folder, and a function that reads all messages there. A server is started if it is installed;
-tables need none. Reading goes through the usual client where there is one, because the proof trusts
-nothing of saf's.
+tables need none. Reading goes through the usual client where there is one, because the proof should
+not depend on saf; the streams of NATS and RabbitMQ are read by saf's own readers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -166,7 +167,7 @@ def kafka(folder: Path) -> Iterator[Kafka]:
 
 def of_kafka(settings: Kafka) -> Iterator[Received]:
     """Yield all messages of all topics, partition by partition."""
-    from confluent_kafka import Consumer, TopicPartition
+    from confluent_kafka import Consumer, KafkaError, TopicPartition
 
     consumer = Consumer({
         "bootstrap.servers": settings.brokers, "group.id": "proof", "enable.auto.commit": False,
@@ -180,8 +181,9 @@ def of_kafka(settings: Kafka) -> Iterator[Received]:
                 ended = False
                 while not ended:
                     for message in consumer.consume(AT_ONCE, 0.2):
-                        ended = message.error() is not None  # end of the partition
-                        if not ended:
+                        if error := message.error():
+                            ended = error.code() == KafkaError._PARTITION_EOF
+                        else:
                             pairs = message.headers() or ()
                             headers = {str(pair[0]): _text(pair[1]) for pair in pairs}
                             yield _from_headers(headers, message.value() or b"")
@@ -213,10 +215,8 @@ def of_rabbitmq(settings: Rabbitmq) -> Iterator[Received]:
     with closing(pika.BlockingConnection(pika.ConnectionParameters(host, port))) as connection:
         channel = connection.channel()
         left = channel.queue_declare(QUEUE, passive=True).method.message_count
-        for number, (_, properties, body) in enumerate(channel.consume(QUEUE), start=1):
+        for _, properties, body in islice(channel.consume(QUEUE), left):
             yield _from_headers(properties.headers, body)
-            if number == left:
-                return
 
 
 @contextmanager

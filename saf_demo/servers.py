@@ -150,7 +150,9 @@ def rabbitmq(
         "RABBITMQ_MNESIA_BASE": str(folder / "data"),
         "RABBITMQ_LOG_BASE": str(folder / "log"),
         "RABBITMQ_PID_FILE": str(folder / "pid"),
-        "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": f"{erlang} -setcookie {COOKIE}",
+        "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": (
+            f"{erlang} -setcookie {COOKIE} -kernel inet_dist_use_interface {{127,0,0,1}}"
+        ),
     }
     variables = [f"{name}={value}" for name, value in environment.items()]
     return ["/usr/bin/env", *variables, "/bin/sh", "-c", WITH_MAPPER, epmd, str(RABBITMQ)]

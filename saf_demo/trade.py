@@ -1,4 +1,4 @@
-"""``saf demo --dialog``: a shop orders, and a warehouse delivers, by way of a MOM store.
+"""``saf demo --dialog``: a shop orders, and a warehouse delivers, through a MOM store.
 
 Each has its own database, with its service in it. Between them is a MOM store with the service
 trade, a router that forwards. It alone knows which warehouse has what, and it passes on all
@@ -202,8 +202,8 @@ class Trade:
             dialog, wanted = _of(message), message.json()
             self._hear(WAREHOUSE, message, f"{wanted['amount']} {wanted['article']}")
             if wanted["amount"] > IN_STOCK:
-                dialog.end_with_error(connection, REFUSED, "we do not have so many")
-                self._tell(WAREHOUSE, message, "no: we do not have so many (an error)")
+                dialog.end_with_error(connection, REFUSED, "we do not have that many")
+                self._tell(WAREHOUSE, message, "no: we do not have that many (an error)")
             elif wanted["amount"] > 1:
                 saf.set_group_state(connection, dialog, {"left": wanted["amount"]})
                 self._deliver(message, connection)
@@ -221,7 +221,7 @@ class Trade:
             dialog = _of(message)
             dialog.send(connection, {"sha256": digest}, message_type="receipt")
             dialog.end(connection)
-            self._tell(WAREHOUSE, message, "we can; here is its digest, and good bye")
+            self._tell(WAREHOUSE, message, "we can; here is its digest, and goodbye")
 
         self._until_the_end(worker, WAREHOUSE)
         return worker
@@ -249,9 +249,9 @@ class Trade:
     def _until_the_end(self, worker: saf.Worker, service: str) -> None:
         @worker.handler(END)
         def end(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
-            self._hear(service, message, "good bye")
+            self._hear(service, message, "goodbye")
             _of(message).end(connection)
-            self._tell(service, message, "good bye")
+            self._tell(service, message, "goodbye")
 
         @worker.handler(ERROR)
         def error(message: saf.Received, connection: psycopg.Connection[Any]) -> None:
@@ -271,7 +271,7 @@ class Trade:
             self._tell(WAREHOUSE, message, f"here are {amount}, the next lorry brings more")
         else:
             dialog.end(connection)
-            self._tell(WAREHOUSE, message, f"here are the last {amount}, and good bye")
+            self._tell(WAREHOUSE, message, f"here are the last {amount}, and goodbye")
 
     def _begin(
         self, connection: psycopg.Connection[Any], talk: Talk, lifetime: float | None = None

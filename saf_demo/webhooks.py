@@ -2,9 +2,9 @@
 
     python -m saf_demo.webhooks FILE PAUSE_AFTER       (with SECRET set; it prints its port)
 
-The receiver verifies each signature, drops messages that it has already received, and before each
-answer adds a line to the file for the message. In the middle of a run, it pauses for some seconds
-and answers that it is in maintenance. It ends with its parent process.
+The receiver verifies each signature, and drops messages that it has already received. It adds a
+line to the file for each message before it accepts it. In the middle of a run, it pauses for some
+seconds and answers that it is in maintenance. It ends with its parent process.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def send(mom: Dsn, folder: Path) -> Result:
         dispatcher = Dispatcher(SERVICE, endpoint, mom)
         asyncio.run(_until_nothing_is_left(dispatcher, mom))
     handled = dispatcher.summary.handled
-    return Result(requests=handled, seconds=time.monotonic() - began, paused=handled >= pause_after)
+    return Result(requests=handled, seconds=time.monotonic() - began, paused=handled > pause_after)
 
 
 async def _until_nothing_is_left(dispatcher: Dispatcher, mom: Dsn) -> None:

@@ -32,6 +32,6 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     raise ConfigurationError(
-        "0037 is the first revision, and has none before it. To remove saf from a database, with "
+        "0037 is the oldest revision of this version. To remove saf from a database, with "
         "all messages, run DROP SCHEMA saf CASCADE"
     )

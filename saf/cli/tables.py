@@ -20,7 +20,7 @@ Found: TypeAlias = Mapping[str, Page[T]] | Mapping[str, Sequence[T]]
 
 
 class Table(Generic[T]):
-    """A table with these columns behind that of the broker.
+    """A table whose first column is the broker, followed by these.
 
     Args:
         columns: their names.
@@ -84,4 +84,5 @@ def say_next(pages: Mapping[str, Page[Any]]) -> None:
     """Print how to show each broker's next page, if any."""
     for name, page in pages.items():
         if page.next is not None:
-            echo(f"{name}: continue with --broker {name} --after {shlex.quote(page.next)}")
+            after = f"--broker {shlex.quote(name)} --after {shlex.quote(page.next)}"
+            echo(f"{name}: continue with {after}")

@@ -348,7 +348,7 @@ class Storing:
             receipt.retried += messages
 
     def _early(self, part: Part) -> int:
-        """Return how many messages came before their time, at a destination that holds none."""
+        """Return how many messages came early, at a destination that cannot hold messages back."""
         times = part.rows["deliver_at"]
         holds = self.context.rules.destinations[_name(part)].capabilities.holds
         if holds or times.null_count == len(times):
@@ -427,7 +427,7 @@ class Storing:
 
 def _name(part: Part) -> str:
     """Return the destination of a part that has one."""
-    assert part.destination is not None  # noqa: S101 - the caller's to see to
+    assert part.destination is not None  # noqa: S101 - the caller ensures this
     return part.destination
 
 

@@ -1,18 +1,18 @@
 """Operators' decisions about messages set aside: deliver them again, or give them up.
 
-`retry` passes dead letters to their program again. `redirect` passes dead letters or parked
-messages to the forwarder, for another destination. `discard` gives either up: if a dialog misses
-one, both of its ends get an Error, and so do the subscribers of a monolog. To retry parked messages
-now, call `saf.setaside.waiting.retry_now`. Each decision releases keys that waited for it, and
-records in ``saf.audit`` who decided, when and why.
+`retry` returns dead letters to the forwarder or the receivers that set them aside. `redirect`
+passes dead letters or parked messages to the forwarder, for another destination. `discard` gives
+either up: if a dialog misses one, both of its ends get an Error, and so do the subscribers of a
+monolog. To retry parked messages now, call `saf.setaside.waiting.retry_now`. Each decision releases
+keys that waited for it, and records in ``saf.audit`` who decided, when and why.
 
 The two kinds differ in how messages are locked for a decision, and in what becomes of them: see
 `saf.operating.decide_dead` and `saf.operating.decide_parked`. Some messages stay as they are
 (`saf.setaside.staying`).
 
 A decision about a million messages in one transaction would hold its locks for minutes, and could
-not be stopped. So `in_chunks` decides about each `CHUNK` in a separate transaction, with its own
-line in the audit, and the oldest messages go first. If a decision stops or fails midway, decided
+not be stopped. So `in_chunks` decides about `CHUNK` messages at a time, the oldest first, each time
+in a transaction with its own line in the audit. If a decision stops or fails midway, decided
 messages are done, and the others are still set aside. `in_chunks` does not touch messages set aside
 after it began, so a message that fails again immediately is not decided about twice.
 """
@@ -84,7 +84,8 @@ class Decision:
         the decision concerns only the oldest messages.
 
         Raises:
-            Unavailable: a forwarder has them in hand, and does not release them in time.
+            Unavailable: a forwarder has them in hand, and does not release them in time; or it
+                took too long to decide about messages of receivers.
         """
         passes_on = self.action != "discard"
         with connection.transaction():

@@ -1,10 +1,11 @@
 """Dead letters for a decision: how they are locked, passed on and given up.
 
-They are passed to the forwarder, in their previous order and in a separate lane (see
-`saf.setaside.lane`); or to the receivers of their subscription, in the lane of their key and ahead
-of the messages that wait in that lane. If a dialog's message becomes a dead letter on its way, the
-other end waits for it. The dialog continues in order if the message is retried. A monolog does not
-wait; its subscribers get an Error in place of a message that is given up.
+They are passed to the forwarder, in a separate lane (see `saf.setaside.lane`) and in the order in
+which they became dead letters; or to the receivers of their subscription, in the lane of their key,
+in the order of the log and ahead of the messages that wait in that lane. If a dialog's message
+becomes a dead letter on its way, the other end waits for it. The dialog continues in order if the
+message is retried. A monolog does not wait; its subscribers get an Error in place of a message that
+is given up.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ ORDER BY 1 LIMIT %(limit)s FOR UPDATE OF d
 """)
 
 # A retry's number, its audit_id, rises with each retry, and so does the lane's watermark; within a
-# retry, messages keep the order in which they died. Expired messages go too: an operator wants it.
+# retry, messages keep the order in which they became dead letters. Expired messages go too: an
+# operator wants it.
 RETRIED = f"""
 saf.dead_letter d JOIN saf.subscription s USING (subscription_id)
 CROSS JOIN LATERAL (

@@ -2,7 +2,7 @@
 
 A message in hand has one outcome, which takes effect when its delivery commits:
 
-    HANDLED     nothing more is to be done: the application has handled the message, or it took
+    HANDLED     nothing remains to be done: the application has handled the message, or it took
                 effect without being handed out
     UNTOUCHED   the message stays where it was read, and is read again
     `Parked`    it is set aside in a lane: of its key, to be tried again, for want of a handler or
@@ -62,7 +62,7 @@ class Dead:
     error: str | None
     """None: too large to be read."""
     as_stored: bool = False
-    """True if the database copies the stored row, because the row that was read may be unfit."""
+    """True if the database copies the stored row: the row that was read might not be storable."""
     fails: bool = False
     """True if the message's conversation ends with an error at both ends."""
 

@@ -62,9 +62,11 @@ SELECT {{number}}, s.name AS subscription, destination, {{since}}, message_id,
 """
 COUNT = f"""
 WITH {TAKEN}
-SELECT stays, count(*), max({{number}})
-FROM (SELECT {{number}}, {{stays}} AS stays {{chosen}}
-      ORDER BY {{number}} LIMIT %(limit)s) AS found
+SELECT stays, count(*) FILTER (WHERE place < %(limit)s),
+       max(number) FILTER (WHERE place < %(limit)s), bool_or(place = %(limit)s)
+FROM (SELECT {{number}} AS number, {{stays}} AS stays,
+             row_number() OVER (ORDER BY {{number}}) AS place
+      {{chosen}} ORDER BY {{number}} LIMIT %(limit)s) AS found
 GROUP BY 1 ORDER BY 1
 """
 LAST = "SELECT coalesce(max({number}), 0) FROM {table}"
@@ -136,7 +138,7 @@ class Selection(Generic[Row]):
         self, connection: psycopg.Connection[Any], most: int, *, to: str | None = None
     ) -> Counted:
         """Count the chosen messages, up to ``most``, in the order of their numbers."""
-        return Counted.of(fetch(connection, self.sql(COUNT), self.params(most + 1, to)), most)
+        return Counted.of(fetch(connection, self.sql(COUNT), self.params(most + 1, to)))
 
     def until_now(self, connection: psycopg.Connection[Any]) -> Self:
         """Return the selection without messages that are set aside from now on."""

@@ -18,7 +18,8 @@ from saf.log.shards import ALL_SHARDS, LAST
 WHY: Mapping[str, str] = MappingProxyType(
     {
         "in_hand": "somebody has it in hand, or will within seconds: decide again in a moment",
-        "batch": "the forwarder's open batch has set it aside, and is not past it: decide then",
+        "batch": "the forwarder's open batch has set it aside, and has not passed it yet: decide "
+        "once it has",
         "doubt": "it may have arrived, so the next run turns it into a dead letter: decide then",
         "later": "it waits for its deliver_at, and holds nobody up",
         "ahead": "it waits for an earlier message of its dialog, without which it means nothing",
@@ -71,22 +72,22 @@ class Counted:
         return sum(self.stays.values())
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[str | None, int, int]], most: int) -> Self:
-        """Return the result of counting up to ``most``.
+    def of(cls, rows: Iterable[tuple[str | None, int, int | None, bool]]) -> Self:
+        """Return the result of counting up to a limit.
 
-        ``rows`` contain the reason, or None, the count and the greatest number; they count one
-        message more if it exists.
+        ``rows`` contain the reason, or None; the count and the greatest number up to the limit; and
+        whether the message beyond the limit is one of them.
 
-        >>> Counted.of([(None, 2, 7), ("later", 1, 9)], 2)
+        >>> Counted.of([(None, 2, 7, False), ("later", 1, 6, False), ("batch", 0, None, True)])
         Counted(messages=2, through=7, stays={'later': 1}, more=True)
         """
-        counts = {why: (count, through) for why, count, through in rows}
-        messages, through = counts.get(None, (0, None))
+        found = {why: (count, through, more) for why, count, through, more in rows}
+        messages, through, _ = found.get(None, (0, None, False))
         return cls(
-            messages=min(messages, most),
+            messages=messages,
             through=through,
-            stays={why: count for why, (count, _) in counts.items() if why is not None},
-            more=sum(count for count, _ in counts.values()) > most,
+            stays={why: count for why, (count, *_) in found.items() if why is not None and count},
+            more=any(more for *_, more in found.values()),
         )
 
 

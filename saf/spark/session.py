@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 NO_CONF: Mapping[str, str] = MappingProxyType({})
 
 LOGGING = Path(__file__).parent / "log4j2.properties"
+OF_JVM = (
+    *("spark.driver.memory", "spark.driver.extraClassPath", "spark.driver.extraLibraryPath"),
+    *("spark.driver.defaultJavaOptions", "spark.driver.extraJavaOptions"),
+)
+"""Settings that a JVM has to be started with."""
 MAX_FAILURES = "4"
 LOCAL = re.compile(r"local(?:\[(\*|[0-9]{1,6})(,[0-9]{1,6})?\])?")
 
@@ -190,7 +195,7 @@ def _launch(conf: Mapping[str, str]) -> Any:
     """Start a JVM and return its gateway.
 
     PySpark's own builder would put all settings on a command line, which all users of the machine
-    can read. The JVM itself needs only those of the driver; Spark gets the others afterwards.
+    can read. The JVM itself needs only `OF_JVM`; Spark gets the others afterwards.
 
     Raises:
         SafError: the JVM ended instead, after writing the reason to stderr.
@@ -199,8 +204,8 @@ def _launch(conf: Mapping[str, str]) -> Any:
     from pyspark.errors import PySparkException
     from pyspark.java_gateway import launch_gateway
 
-    needed = [item for item in conf.items() if item[0].startswith("spark.driver.")]
-    given = SparkConf(loadDefaults=False).setAll(needed)
+    needed = {name: value for name, value in conf.items() if name in OF_JVM}
+    given = SparkConf(loadDefaults=False).setAll(list(needed.items()))
     try:
         # standard output belongs to the driver
         return launch_gateway(given, {"stdout": 2})  # type: ignore[no-untyped-call]

@@ -172,13 +172,13 @@ def test_a_shop_and_a_warehouse_talk_and_each_talk_ends_as_it_should(folder: Pat
             [
                 "chairs shop please send 10 chairs",
                 "chairs warehouse here are 4, the next lorry brings more",
-                "chairs warehouse here are the last 2, and good bye",
+                "chairs warehouse here are the last 2, and goodbye",
                 "chairs shop ← 2 are here; 10 by now",
-                "chairs shop good bye",
+                "chairs shop goodbye",
             ]
         ):
             assert script.index(one) < script.index(after)
-        assert "pianos shop ← error 17: router 'trade': we do not have so many" in script
+        assert "pianos shop ← error 17: router 'trade': we do not have that many" in script
         assert "cupboard shop ← a digest: the same as ours" in script
 
 

@@ -21,7 +21,8 @@ from tests.programs import configuration
 START = """
 import sys
 from saf.spark import session
-spark = session.start("local[2]", conf={"spark.saf.password": "hunter2"})
+secrets = {"spark.saf.password": "hunter2", "spark.driver.password": "hunter2"}
+spark = session.start("local[2]", conf=secrets)
 """
 COUNT = """
 rows = spark.sparkContext.parallelize(range(1000)).map(lambda n: 1).collect()

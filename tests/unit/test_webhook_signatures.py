@@ -50,6 +50,19 @@ def test_a_signature_covers_the_id_the_time_and_the_body() -> None:
         verify(headers, b"8", SECRET, now=NOW)
 
 
+def test_the_time_that_a_comparison_takes_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def compare(right: bytes, given: bytes) -> bool:
+        compared.append((right, given))
+        return right == given
+
+    monkeypatch.setattr("saf.signing.webhook.hmac.compare_digest", compare)
+    (signature,) = signed(NOW)["webhook-signature"].split()
+    assert verify(signed(NOW), b"7", SECRET, now=NOW) == "id"
+    assert compared == [(signature.removeprefix("v1,").encode(),) * 2]
+
+
 def test_only_signatures_of_version_1_count() -> None:
     headers = signed(NOW)
     (signature,) = headers["webhook-signature"].split()

@@ -131,8 +131,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "all settings are on the command line of the JVM",
         "saf/spark/session.py",
-        'if item[0].startswith("spark.driver.")',
-        'if item[0].startswith("spark.")',
+        "for name, value in conf.items() if name in OF_JVM",
+        "for name, value in conf.items()",
         f"{SESSION}::test_no_setting_is_on_a_command_line",
     ),
     mutant(

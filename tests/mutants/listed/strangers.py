@@ -513,6 +513,13 @@ OF_THEIR_KIND: list[Mutant] = [
         f"{SIGNATURES}::test_only_signatures_of_version_1_count",
     ),
     mutant(
+        "signatures are compared until they differ",
+        WEBHOOK,
+        'if hmac.compare_digest(right, one.encode(errors="replace")):',
+        'if right == one.encode(errors="replace"):',
+        f"{SIGNATURES}::test_the_time_that_a_comparison_takes_tells_nothing",
+    ),
+    mutant(
         "the shortest secret is too short",
         WEBHOOK,
         "SHORTEST <= len(key) <= LONGEST",
