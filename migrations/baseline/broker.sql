@@ -1,10 +1,10 @@
--- The broker that this database is, and the services that live here.
+-- Identity of this broker, and the services that live here.
 
 CREATE TABLE saf.broker (
     singleton boolean DEFAULT true PRIMARY KEY,
-    broker_id uuid DEFAULT gen_random_uuid() NOT NULL, -- names the broker at all others
-    name text DEFAULT current_database() NOT NULL, -- for people
-    shards smallint NOT NULL, -- never changes: keys would change their shards
+    broker_id uuid DEFAULT gen_random_uuid() NOT NULL, -- identifies this broker to others
+    name text DEFAULT current_database() NOT NULL, -- for operators
+    shards smallint NOT NULL, -- fixed: a change would move keys to other shards
     system_identifier bigint NOT NULL,
     created_at timestamptz DEFAULT now() NOT NULL,
     incarnation bigint DEFAULT '1' NOT NULL,
@@ -12,16 +12,16 @@ CREATE TABLE saf.broker (
     CONSTRAINT broker_is_one_row CHECK (singleton),
     CONSTRAINT broker_shards CHECK (shards BETWEEN 1 AND 1024)
 );
-COMMENT ON TABLE saf.broker IS 'who this broker is: one row, written by the first migration';
+COMMENT ON TABLE saf.broker IS 'identity of this broker: one row, written by the first migration';
 COMMENT ON COLUMN saf.broker.system_identifier IS
-    'of the cluster: transaction ids in the logs mean nothing in another one';
+    'identifies the cluster; transaction ids in the logs are valid only there';
 COMMENT ON COLUMN saf.broker.incarnation IS
-    'raised when this broker is repaired after it was set back: who remembers an older one has to '
-    'compare what it knows. The moment of the repair in microseconds, so that no two repairs after '
-    'the same backup have the same';
+    'number of this broker''s current life. Each repair of a broker that was set back raises it. '
+    'Brokers that remember an older number compare what both sides know. It is the time of the '
+    'repair in microseconds, so that two repairs after the same backup differ';
 COMMENT ON COLUMN saf.broker.senders_since IS
-    'messages of the outbox with greater ids were checked by saf.sender when they were written; '
-    'NULL: none were';
+    'outbox messages with greater ids were checked against saf.sender when they were written; '
+    'NULL: no message was checked';
 
 INSERT INTO saf.broker (shards, system_identifier)
 SELECT {shards}, system_identifier FROM pg_control_system();
@@ -32,10 +32,10 @@ CREATE TABLE saf.timeline (
     CONSTRAINT timeline_is_one_row CHECK (singleton)
 );
 COMMENT ON TABLE saf.timeline IS
-    'whose transaction ids the logs have: one row, never updated but by a rebase';
+    'origin of the transaction ids in the logs: one row, which only a rebase updates';
 COMMENT ON COLUMN saf.timeline.written IS
-    'by which transaction: if it is not the xmin of the row, a dump has brought it here, and the '
-    'logs with it';
+    'transaction that wrote the row. If it differs from the row''s xmin, the row was restored from '
+    'a dump, and so were the logs';
 
 INSERT INTO saf.timeline DEFAULT VALUES;
 
@@ -45,4 +45,4 @@ CREATE TABLE saf.service (
     CONSTRAINT service_named CHECK (name <> '')
 );
 COMMENT ON TABLE saf.service IS
-    'the services that live here; while there is none, messages for any are stored';
+    'services that live here; while the table is empty, messages for any service are stored';

@@ -12,7 +12,8 @@ CREATE TABLE saf.message_type (
         validation IN ('none', 'empty', 'json', 'json_schema')),
     CONSTRAINT message_type_schema CHECK ((validation = 'json_schema') = (schema IS NOT NULL))
 );
-COMMENT ON TABLE saf.message_type IS 'what bodies of a type are; a version never changes';
+COMMENT ON TABLE saf.message_type IS
+    'message types, each with the validation of its bodies; a version never changes';
 
 CREATE TABLE saf.contract (
     name text,
@@ -22,7 +23,7 @@ CREATE TABLE saf.contract (
     CONSTRAINT contract_named CHECK (name <> '' AND version > 0)
 );
 COMMENT ON TABLE saf.contract IS
-    'which types a dialog''s messages have, and who sends them; a version never changes';
+    'contracts: message types of a dialog, and the end that sends each; a version never changes';
 
 CREATE TABLE saf.contract_message (
     contract text,
@@ -35,7 +36,7 @@ CREATE TABLE saf.contract_message (
     FOREIGN KEY (message_type, message_type_version) REFERENCES saf.message_type,
     CONSTRAINT contract_message_sent_by CHECK (sent_by IN ('initiator', 'target', 'any'))
 );
-COMMENT ON TABLE saf.contract_message IS 'the types of a contract';
+COMMENT ON TABLE saf.contract_message IS 'message types of a contract';
 
 CREATE TABLE saf.conversation_group (
     group_id uuid DEFAULT gen_random_uuid() PRIMARY KEY,
@@ -43,15 +44,16 @@ CREATE TABLE saf.conversation_group (
     created_at timestamptz DEFAULT now() NOT NULL
 );
 COMMENT ON TABLE saf.conversation_group IS
-    'related conversations: received by one receiver at a time, which locks this row';
-COMMENT ON COLUMN saf.conversation_group.state IS 'the application''s own';
+    'groups of related conversations; a receiver locks the row, so only one at a time receives it';
+COMMENT ON COLUMN saf.conversation_group.state IS
+    'state of the application; saf does not interpret it';
 
 CREATE TABLE saf.conversation (
-    handle uuid DEFAULT gen_random_uuid() PRIMARY KEY, -- names this end, here
+    handle uuid DEFAULT gen_random_uuid() PRIMARY KEY, -- identifies this end in this database
     conversation_id uuid NOT NULL,
     is_initiator boolean NOT NULL,
     monolog boolean DEFAULT false NOT NULL,
-    -- computed from the facts; saf.dialogs.states lists what leads from one state to another
+    -- computed from the facts; saf.dialogs.states lists the transitions
     state text GENERATED ALWAYS AS (CASE
         WHEN ended_here AND (ended_there OR error_code IS NOT NULL) THEN 'closed'
         WHEN error_code IS NOT NULL THEN 'error'
@@ -90,31 +92,32 @@ CREATE TABLE saf.conversation (
         NOT monolog OR (is_initiator AND receive_sequence = 0)),
     CONSTRAINT conversation_lineages CHECK (
         jsonb_typeof(lineage) = 'array' AND jsonb_typeof(far_lineage) = 'array')
-) WITH (fillfactor = 60); -- rewritten with each message: room on the page keeps the updates HOT
+) WITH (fillfactor = 60); -- rewritten with each message; free space keeps updates HOT
 CREATE INDEX conversation_of_group ON saf.conversation (group_id);
 COMMENT ON TABLE saf.conversation IS
-    'the endpoints of dialogs that live here; the state follows from the facts';
-COMMENT ON COLUMN saf.conversation.conversation_id IS 'the same at both ends';
+    'ends of conversations that live here; the state is computed from the other columns';
+COMMENT ON COLUMN saf.conversation.conversation_id IS 'id shared by both ends';
 COMMENT ON COLUMN saf.conversation.monolog IS
-    'one publisher and any number of subscribers: nobody answers';
-COMMENT ON COLUMN saf.conversation.service IS 'of this end';
-COMMENT ON COLUMN saf.conversation.far_broker IS 'where it lives, if that is known';
+    'true: one publisher and any number of subscribers, without answers';
+COMMENT ON COLUMN saf.conversation.service IS 'service at this end';
+COMMENT ON COLUMN saf.conversation.far_broker IS 'broker of far_service; NULL: unknown';
 COMMENT ON COLUMN saf.conversation.send_sequence IS
-    'of the last message sent; assigned under the lock of this row';
+    'sequence of the last message sent; assigned under the lock of this row';
 COMMENT ON COLUMN saf.conversation.receive_sequence IS
-    'of the last message received: only the next one is taken';
-COMMENT ON COLUMN saf.conversation.timer IS 'message_id of the timer that counts';
-COMMENT ON COLUMN saf.conversation.expires_at IS 'both ends must have ended before';
+    'sequence of the last message received; only the next number is accepted';
+COMMENT ON COLUMN saf.conversation.timer IS
+    'message_id of the current timer; older timers are ignored';
+COMMENT ON COLUMN saf.conversation.expires_at IS 'time by which both ends must have ended';
 COMMENT ON COLUMN saf.conversation.lineage IS
-    '[[incarnation, after], ...]: numbers sent above after were said by that incarnation of this '
-    'broker; null as long as it was not set back';
-COMMENT ON COLUMN saf.conversation.far_lineage IS 'that of the other end, as it was last heard';
+    '[[incarnation, after], ...]: the incarnation of this broker that assigned the numbers above '
+    'after; NULL: this broker was never set back';
+COMMENT ON COLUMN saf.conversation.far_lineage IS 'last known lineage of the other end';
 COMMENT ON COLUMN saf.conversation.answered_by IS
-    'of an initiator: the broker that its target is at, as it has answered; it takes no answer of '
-    'another one';
+    'broker of the target that answered this initiator first; no other broker''s answers are '
+    'accepted';
 
--- No foreign key to saf.conversation: fragments that arrive before their dialog's first message
--- wait here too
+-- No foreign key to saf.conversation, because fragments that arrive before the first message of
+-- their dialog wait here too
 CREATE TABLE saf.fragment (
     conversation_id uuid,
     from_initiator boolean,
@@ -123,5 +126,6 @@ CREATE TABLE saf.fragment (
     PRIMARY KEY (conversation_id, from_initiator, sequence)
 );
 COMMENT ON TABLE saf.fragment IS
-    'of bodies in fragments: what has come, until the whole is received';
-COMMENT ON COLUMN saf.fragment.from_initiator IS 'which end has sent it';
+    'fragments of large bodies, stored until the whole body is received';
+COMMENT ON COLUMN saf.fragment.from_initiator IS
+    'true: sent by the initiator; false: by the target';

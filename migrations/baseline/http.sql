@@ -1,4 +1,4 @@
--- Messages that leave and arrive by HTTP: dispatchers' endpoints, and stored webhook events.
+-- Messages sent and received by HTTP: endpoints of dispatchers, and stored webhook events.
 
 CREATE TABLE saf.endpoint (
     name text PRIMARY KEY,
@@ -12,9 +12,9 @@ CREATE TABLE saf.endpoint (
     CONSTRAINT endpoint_settings CHECK (jsonb_typeof(settings) = 'object')
 );
 COMMENT ON TABLE saf.endpoint IS
-    'where messages of a subscription are sent, besides the endpoints of saf.toml';
+    'endpoints of dispatchers for a subscription''s messages, besides those in saf.toml';
 COMMENT ON COLUMN saf.endpoint.settings IS
-    'as in saf.toml; of secrets, the names of environment variables';
+    'settings as in saf.toml; secrets are given as names of environment variables';
 
 CREATE TABLE saf.breaker (
     subscription_id integer PRIMARY KEY REFERENCES saf.subscription ON DELETE CASCADE,
@@ -34,13 +34,17 @@ CREATE TABLE saf.breaker (
     CONSTRAINT breaker_paused CHECK ((paused_at IS NULL) = (paused_by IS NULL))
 );
 COMMENT ON TABLE saf.breaker IS
-    'how the endpoint of each subscription is, for all its dispatchers; no row: well';
-COMMENT ON COLUMN saf.breaker.endpoint IS 'its name, for people';
-COMMENT ON COLUMN saf.breaker.failures IS 'how often in a row it was found down';
-COMMENT ON COLUMN saf.breaker.failing_since IS 'when it was first found down; NULL: it is up';
-COMMENT ON COLUMN saf.breaker.next_probe_at IS 'then one message is sent to see whether it is up';
-COMMENT ON COLUMN saf.breaker.error IS 'why it was last found down, or was disabled';
-COMMENT ON COLUMN saf.breaker.paused_at IS 'NULL: nobody has paused it';
+    'condition of each subscription''s endpoint, shared by all dispatchers; no row: it is up';
+COMMENT ON COLUMN saf.breaker.endpoint IS 'name of the endpoint, for operators';
+COMMENT ON COLUMN saf.breaker.failures IS 'consecutive failures';
+COMMENT ON COLUMN saf.breaker.failing_since IS
+    'time of the first failure; NULL: the endpoint is up';
+COMMENT ON COLUMN saf.breaker.next_probe_at IS
+    'time of the next probe: one message, sent to test whether the endpoint is up';
+COMMENT ON COLUMN saf.breaker.error IS
+    'reason of the last failure, or why the endpoint was disabled';
+COMMENT ON COLUMN saf.breaker.paused_at IS
+    'time at which an operator paused the endpoint; NULL: not paused';
 
 CREATE TABLE saf.dispatched (
     subscription_id integer REFERENCES saf.subscription ON DELETE CASCADE,
@@ -48,12 +52,13 @@ CREATE TABLE saf.dispatched (
     batch bigint NOT NULL,
     ids int8multirange NOT NULL,
     PRIMARY KEY (subscription_id, shard)
-) WITH (fillfactor = 40); -- rewritten with each mark: room on the page keeps the updates HOT
+) WITH (fillfactor = 40); -- rewritten with each mark; free space keeps updates HOT
 COMMENT ON TABLE saf.dispatched IS
-    'what endpoints have answered out of order; only the owner of the shard writes it';
-COMMENT ON COLUMN saf.dispatched.batch IS 'of the cursor; a row for another batch says nothing';
+    'messages that endpoints answered out of order; only the owner of the shard writes here';
+COMMENT ON COLUMN saf.dispatched.batch IS
+    'batch of the cursor; a row of any other batch is obsolete';
 COMMENT ON COLUMN saf.dispatched.ids IS
-    'rows of the batch with an id in it are complete, although the position is before them';
+    'ids beyond the position whose messages in the batch are complete';
 
 CREATE TABLE saf.attempt (
     attempt_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -68,10 +73,12 @@ CREATE TABLE saf.attempt (
 );
 CREATE INDEX attempt_of ON saf.attempt (subscription_id, attempt_id);
 COMMENT ON TABLE saf.attempt IS
-    'attempts of dispatchers that failed; of each subscription the last ones are kept';
-COMMENT ON COLUMN saf.attempt.status IS 'of HTTP; NULL: it did not answer';
-COMMENT ON COLUMN saf.attempt.seconds IS 'until it answered, or was given up';
-COMMENT ON COLUMN saf.attempt.error IS 'with the first bytes of the answer';
+    'failed attempts of dispatchers; the latest are kept for each subscription';
+COMMENT ON COLUMN saf.attempt.status IS 'HTTP status; NULL: the endpoint did not answer';
+COMMENT ON COLUMN saf.attempt.seconds IS
+    'duration until the endpoint answered or the attempt was given up';
+COMMENT ON COLUMN saf.attempt.error IS
+    'reason of the failure, with the first bytes of the answer';
 
 CREATE TABLE saf.webhook (
     digest bytea PRIMARY KEY,
@@ -80,6 +87,6 @@ CREATE TABLE saf.webhook (
 );
 CREATE INDEX webhook_stored_at ON saf.webhook (stored_at);
 COMMENT ON TABLE saf.webhook IS
-    'events that came by HTTP and are stored; those that are old are deleted as others come';
+    'digests of stored webhook events, by which repeats are dropped; new events remove old rows';
 COMMENT ON COLUMN saf.webhook.digest IS
-    'SHA-256 of service, source and id: of any length, and an index takes them';
+    'SHA-256 of service, source and id, which may be too long for an index';

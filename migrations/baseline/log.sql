@@ -1,28 +1,29 @@
 -- The two logs. Both are rings of 8 slots with 2^20 ids each: ids walk through the slots without
 -- any DDL at run time, and TRUNCATE removes the old rows of a whole slot; see saf.log.ring.
 --
--- The logs have no replica identity, in case they are published: their rows are never updated, and
--- an index on the id would slow each send.
+-- Even a published log needs no replica identity, because its rows are never updated. An index on
+-- the id would slow down each send.
 
--- What a log accepts, in any language. Before a statement inserts into a table, PostgreSQL reads
--- and prepares the table's CHECKs, which takes longer than inserting a row. A chunk of thousands
--- pays that once, but a sending application pays it for each message. So at an outbox a function
--- makes the same checks, and the server prepares it once per transaction. The larger an expression
--- is, the longer that takes, too. So saf.accept has a small one that is true for nearly all
--- messages; saf.examine checks the others as the CHECKs of the inbox do. It raises with the name of
--- the constraint that it replaces, so that the sender learns which one was violated.
+-- Constraints on messages, enforced for senders in any language. Before a statement inserts into a
+-- table, PostgreSQL reads and prepares the table's CHECKs, which takes longer than inserting a row.
+-- A chunk of thousands of messages pays that price once, but a sending application pays it for each
+-- message. So the outbox makes the same checks in a function, which the server prepares once per
+-- transaction. Preparation also takes longer for a larger expression. So saf.accept has a small
+-- expression that is true for nearly all messages. saf.examine checks the others as the CHECKs of
+-- the inbox do. It raises an error with the name of the constraint that it replaces, so that the
+-- sender learns which constraint was violated.
 --
--- addressed    A message without a service could never be routed.
--- possible     Ids above the current one belong to no transaction either, but the current one
---              differs between clusters, and a dump must fit into any of them: `saf doctor` finds
---              such ids.
--- in_calendar  Arrow and Python know the years 1 to 9999; a row with 'infinity' could never be
+-- addressed    A message without a service can never be routed.
+-- possible     No transaction has a larger id. Ids above the current one belong to no transaction
+--              either. They are accepted, because a dump must fit into any cluster, and the current
+--              id differs between clusters; `saf doctor` finds them.
+-- in_calendar  Arrow and Python support the years 1 to 9999. A row with 'infinity' could never be
 --              forwarded.
--- bounded      Sizes are in bytes. Headers are measured as text, the form in which they travel. A
---              jsonb stores a number in 16 bytes that may become 147,456 characters as text, so
+-- bounded      Sizes are in bytes. Headers are measured as text, the form in which they are sent. A
+--              number that takes 16 bytes in a jsonb may become 147,456 characters of text, so
 --              headers up to 96 bytes are always within the limit; see saf.limits.
 
--- Its own search_path, so that senders cannot substitute their own operators
+-- Sets its own search_path, so that senders cannot substitute their own operators
 CREATE FUNCTION saf.examine(
     txid xid8, to_service text, key text, headers jsonb,
     created_at timestamptz, deliver_at timestamptz, expires_at timestamptz
@@ -80,7 +81,7 @@ CREATE TABLE saf.outbox (
     -- txid comes before id so that a row's id is always drawn after its transaction's xid
     txid xid8 DEFAULT pg_current_xact_id() NOT NULL,
     id bigint GENERATED ALWAYS AS IDENTITY (CACHE 1),
-    -- as saf.log.shards.shard_of
+    -- same formula as saf.log.shards.shard_of
     shard smallint GENERATED ALWAYS AS (
         (((hashtextextended(coalesce(key, message_id::text), 0) % {shards}) + {shards})
             % {shards})::smallint
@@ -92,7 +93,7 @@ CREATE TABLE saf.outbox (
 CREATE INDEX outbox_shard_txid ON saf.outbox (shard, txid);
 COMMENT ON TABLE saf.outbox IS 'messages sent from this broker; append-only, read by cursor';
 COMMENT ON CONSTRAINT outbox_bounded ON saf.outbox IS
-    'in bytes: indexes, COPY and memory have limits in bytes; see saf.limits';
+    'sizes are in bytes, because limits of indexes, COPY and memory are; see saf.limits';
 
 CREATE TABLE saf.inbox (
     txid xid8 DEFAULT pg_current_xact_id() NOT NULL,
@@ -102,7 +103,7 @@ CREATE TABLE saf.inbox (
             % {shards})::smallint
     ) STORED,
 {message},
-    source uuid, -- the broker that it came from
+    source uuid, -- broker that forwarded the message
     received_at timestamptz DEFAULT now() NOT NULL,
     CONSTRAINT inbox_addressed CHECK (to_service <> ''),
     CONSTRAINT inbox_possible CHECK (txid < '9223372036854775808'::xid8),
@@ -119,7 +120,7 @@ CREATE INDEX inbox_shard_txid ON saf.inbox (shard, txid);
 COMMENT ON TABLE saf.inbox IS
     'messages stored for the services that live here; append-only, read by cursor';
 COMMENT ON CONSTRAINT inbox_bounded ON saf.inbox IS
-    'in bytes: indexes, COPY and memory have limits in bytes; see saf.limits';
+    'sizes are in bytes, because limits of indexes, COPY and memory are; see saf.limits';
 
 DO $$ BEGIN
     FOR slot IN 0..7 LOOP
@@ -130,7 +131,7 @@ DO $$ BEGIN
     END LOOP;
 END $$;
 
--- A database whose receivers wait for NOTIFY enables the trigger: `saf inbox notify on`
+-- Disabled until receivers of this database wait for NOTIFY: `saf inbox notify on` enables it
 CREATE FUNCTION saf.notify_inbox() RETURNS trigger LANGUAGE plpgsql
     AS 'BEGIN NOTIFY saf_inbox; RETURN NULL; END';
 CREATE TRIGGER inbox_notify AFTER INSERT ON saf.inbox

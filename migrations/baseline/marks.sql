@@ -1,11 +1,11 @@
--- What each side of a delivery knows of the other: by these marks a delivery is exactly once, and
--- each side notices that it, or the other side, was set back; see saf.destinations.marks.
+-- Marks: what each side of a delivery knows about the other. They make delivery exactly once, and
+-- reveal that one side was set back; see saf.destinations.marks.
 
 CREATE TABLE saf.watermark (
     source uuid,
     shard smallint,
     epoch bigint NOT NULL,
-    -- in the key for the same reason as in saf.cursor
+    -- part of the key for the same reason as in saf.cursor
     batch bigint,
     position bigint NOT NULL,
     lane text DEFAULT '',
@@ -13,21 +13,21 @@ CREATE TABLE saf.watermark (
     acknowledged boolean DEFAULT false NOT NULL,
     set_aside_at timestamptz,
     PRIMARY KEY (source, shard, lane, batch)
-) WITH (fillfactor = 40); -- as saf.cursor
+) WITH (fillfactor = 40); -- same reason as for saf.cursor
 COMMENT ON TABLE saf.watermark IS
-    'the last (batch, position) stored here of one source shard: what makes delivery exactly once';
+    'last (batch, position) stored here for a shard of a source; makes delivery exactly once';
 COMMENT ON COLUMN saf.watermark.lane IS
-    'as its source calls it: a name to compare, not to take apart';
+    'name of the lane at its source; opaque, only compared';
 COMMENT ON COLUMN saf.watermark.opened_at IS
-    'when the source opened the batch: tells it from another of the same number';
+    'time at which the source opened the batch; distinguishes batches with the same number';
 COMMENT ON COLUMN saf.watermark.acknowledged IS
-    'whether the source remembers it too; false of one that nothing has moved, or before sources '
-    'did, and of at_most_once';
+    'true if the source remembers this mark too. False for at_most_once, for marks that were never '
+    'moved, and for marks older than saf.acknowledged';
 COMMENT ON COLUMN saf.watermark.set_aside_at IS
-    'of the shard''s own lane: when the source had last set aside messages of the shard; NULL if '
-    'it had not';
+    'in the row of the shard''s own lane: last time at which the source set aside messages of the '
+    'shard; NULL: never';
 
--- As saf.cursor_key
+-- Like saf.cursor_key
 CREATE TABLE saf.watermark_key (
     source uuid,
     shard smallint,
@@ -35,7 +35,7 @@ CREATE TABLE saf.watermark_key (
     PRIMARY KEY (source, shard, lane)
 );
 COMMENT ON TABLE saf.watermark_key IS
-    'one for each row of saf.watermark, whose own key has the batch too: it lets in no second one';
+    'actual key of saf.watermark, whose primary key also has the batch; prevents a second row';
 
 CREATE FUNCTION saf.watermark_is_one() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp AS $$
@@ -50,7 +50,7 @@ BEGIN
     END IF;
     RETURN NULL;
 END $$;
--- As for saf.store_locally
+-- Same reason as for saf.store_locally
 REVOKE ALL ON FUNCTION saf.watermark_is_one FROM PUBLIC;
 CREATE TRIGGER watermark_is_one AFTER INSERT OR DELETE ON saf.watermark
     FOR EACH ROW EXECUTE FUNCTION saf.watermark_is_one();
@@ -61,17 +61,17 @@ CREATE TABLE saf.acknowledged (
     destination uuid,
     lane text,
     shard smallint,
-    -- in the key for the same reason as in saf.cursor
+    -- part of the key for the same reason as in saf.cursor
     batch bigint,
     position bigint NOT NULL,
     opened_at timestamptz,
     PRIMARY KEY (destination, lane, shard, batch)
-) WITH (fillfactor = 40); -- as saf.cursor
+) WITH (fillfactor = 40); -- same reason as for saf.cursor
 COMMENT ON TABLE saf.acknowledged IS
-    'the last that each destination has said to have stored of a shard: one that has less was set '
-    'back, and if one has more, this broker was';
-COMMENT ON COLUMN saf.acknowledged.destination IS 'its broker_id';
-COMMENT ON COLUMN saf.acknowledged.lane IS 'as in saf.watermark there';
+    'last mark that each destination has acknowledged for a shard. A destination with a lower mark '
+    'was set back; if its mark is higher, this broker was';
+COMMENT ON COLUMN saf.acknowledged.destination IS 'broker_id of the destination';
+COMMENT ON COLUMN saf.acknowledged.lane IS 'lane in saf.watermark at the destination';
 
 CREATE TABLE saf.fleet_member (
     fleet text,
@@ -82,7 +82,9 @@ CREATE TABLE saf.fleet_member (
     PRIMARY KEY (fleet, name)
 );
 COMMENT ON TABLE saf.fleet_member IS
-    'at a store: the members of fleets that forwarders have met, so that a missing one is noticed';
-COMMENT ON COLUMN saf.fleet_member.name IS 'FLEET/NAME, as commands call it';
-COMMENT ON COLUMN saf.fleet_member.broker_id IS 'NULL: it had nothing to forward when it was met';
-COMMENT ON COLUMN saf.fleet_member.missing_since IS 'NULL: its fleet lists it';
+    'at a store: members of fleets that forwarders have met, so that missing members are noticed';
+COMMENT ON COLUMN saf.fleet_member.name IS 'FLEET/NAME, the name in commands';
+COMMENT ON COLUMN saf.fleet_member.broker_id IS
+    'broker_id of the member; NULL: it had nothing to forward when it was met';
+COMMENT ON COLUMN saf.fleet_member.missing_since IS
+    'time from which the fleet no longer lists the member; NULL: listed';

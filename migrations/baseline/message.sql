@@ -1,31 +1,31 @@
-    -- The columns of a message, in this order in every table that holds messages
+    -- Columns of a message; every table that holds messages has them in this order
 
-    -- tells the message from all others; a random one by default
+    -- unique id of the message; random by default
     message_id uuid DEFAULT gen_random_uuid() NOT NULL,
-    -- the sender's service
+    -- service that sends the message
     from_service text,
-    -- the service that the message is for
+    -- service that the message is addressed to
     to_service text NOT NULL,
-    -- the one broker that it is for, where several have the service
+    -- broker that the message is addressed to, if several have the service
     to_broker uuid,
-    -- what must stay in order together
+    -- messages with the same key stay in order
     key text COLLATE "C",
-    -- the dialog that the message belongs to; NULL: none
+    -- dialog that the message belongs to; NULL: none
     conversation_id uuid,
-    -- which end of the dialog has sent it
+    -- true: sent by the initiator of the dialog; false: by the target
     from_initiator boolean,
-    -- its number among the messages of that end
+    -- ordinal among the messages of that end
     sequence bigint,
-    -- what the body is
+    -- type of the body
     message_type text,
-    -- JSON values by name; `content-type` says what the body is. Names that begin with `saf-` are
-    -- saf's
+    -- JSON values by name; `content-type` is the media type of the body. Names that begin with
+    -- `saf-` are reserved for saf
     headers jsonb,
-    -- the content
+    -- content of the message
     body bytea NOT NULL,
-    -- when it was sent
+    -- time of sending
     created_at timestamptz DEFAULT now() NOT NULL,
-    -- no consumer gets the message before
+    -- earliest time at which a consumer gets the message
     deliver_at timestamptz,
-    -- from then on the message is of no use
+    -- time from which the message is of no use
     expires_at timestamptz

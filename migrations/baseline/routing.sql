@@ -1,11 +1,11 @@
--- Where messages of the outbox go: routes, and routers that classify messages first.
+-- Destinations of outbox messages: routes, and routers that classify messages first.
 
 CREATE TABLE saf.route (
     route_id integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     service text,
     broker uuid,
-    destination text NOT NULL, -- by its name in saf.toml
-    quality text, -- NULL: the destination's
+    destination text NOT NULL, -- name in saf.toml
+    quality text, -- NULL: quality of the destination
     enabled boolean DEFAULT true NOT NULL,
     created_at timestamptz DEFAULT now() NOT NULL,
     expires_at timestamptz,
@@ -18,17 +18,18 @@ CREATE TABLE saf.route (
     CONSTRAINT route_once UNIQUE NULLS NOT DISTINCT (service, broker, destination)
 );
 CREATE UNIQUE INDEX route_local_once ON saf.route (service) WHERE local;
-COMMENT ON TABLE saf.route IS 'service and broker to destination; NULL matches any';
-COMMENT ON COLUMN saf.route.expires_at IS 'from then on it does not count';
+COMMENT ON TABLE saf.route IS
+    'routes from a service and broker to a destination; NULL matches any';
+COMMENT ON COLUMN saf.route.expires_at IS 'time from which the route is ignored';
 COMMENT ON COLUMN saf.route.local IS
-    'its senders store what they send in the inbox of this database themselves';
+    'true: the sender''s transaction stores the message in the inbox of this database';
 
--- The trigger function of local routes; their triggers are created and removed with the routes.
+-- Trigger function of local routes, whose triggers are created and removed with the routes.
 --
--- Messages get the same statement about their sender as forwarded ones; see saf.engine.storing. A
--- snapshot from before the removal of the last rule still shows the rule, although senders are no
--- longer checked. So unless each statement has its own snapshot, the row of saf.broker is locked,
--- which fails if it has changed since.
+-- Messages get the same header about their sender as forwarded messages; see saf.engine.storing. A
+-- snapshot taken before the removal of the last rule still shows the rule, although senders are no
+-- longer checked. So unless each statement has its own snapshot, the function locks the row of
+-- saf.broker, which fails if the row has changed since the snapshot.
 CREATE FUNCTION saf.store_locally() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -56,8 +57,8 @@ BEGIN
             NEW.body, NEW.created_at, NEW.deliver_at, NEW.expires_at);
     RETURN NULL;
 END $$;
--- A role that may execute a function can create a trigger with it, even on its own table. The
--- owner's existing triggers do not need this right.
+-- A role with EXECUTE on a function can create a trigger with it, even on the role's own table.
+-- Existing triggers of the owner do not need this right.
 REVOKE ALL ON FUNCTION saf.store_locally FROM PUBLIC;
 
 CREATE TABLE saf.topic (
@@ -76,9 +77,9 @@ CREATE TABLE saf.route_version (
     routers jsonb DEFAULT '[]' NOT NULL,
     brokers jsonb DEFAULT '{}' NOT NULL
 );
-COMMENT ON TABLE saf.route_version IS 'the frozen set of routes that a batch was opened with';
+COMMENT ON TABLE saf.route_version IS 'frozen set of routes that batches are opened with';
 COMMENT ON COLUMN saf.route_version.brokers IS
-    'by destination: the broker_id that it was known to have';
+    'known broker_id of each destination, by name';
 
 CREATE TABLE saf.route_choice (
     service text NOT NULL,
@@ -86,14 +87,15 @@ CREATE TABLE saf.route_choice (
     key text COLLATE "C" NOT NULL,
     destination text NOT NULL,
     used_at timestamptz DEFAULT now() NOT NULL,
-    -- the key comes first, because it alone distinguishes nearly all rows
+    -- the key comes first, because it is nearly unique on its own
     CONSTRAINT route_choice_once UNIQUE NULLS NOT DISTINCT (key, service, broker)
 );
 COMMENT ON TABLE saf.route_choice IS
-    'which of several routes that share a key has taken, and stays with';
-COMMENT ON COLUMN saf.route_choice.service IS 'as the message addresses it';
-COMMENT ON COLUMN saf.route_choice.used_at IS 'give or take a day; what nobody uses is forgotten';
--- As for saf.sender
+    'destination that a key keeps, chosen among routes that share';
+COMMENT ON COLUMN saf.route_choice.service IS 'service that the message is addressed to';
+COMMENT ON COLUMN saf.route_choice.used_at IS
+    'last use, accurate to a day; unused rows are deleted';
+-- Same reason as for saf.sender
 ALTER TABLE saf.route_choice REPLICA IDENTITY FULL;
 
 CREATE TABLE saf.route_share (
@@ -102,8 +104,9 @@ CREATE TABLE saf.route_share (
     keys bigint NOT NULL,
     CONSTRAINT route_share_once UNIQUE NULLS NOT DISTINCT (service, broker)
 );
-COMMENT ON TABLE saf.route_share IS 'how many keys have chosen a route: whose turn is next';
--- As for saf.sender
+COMMENT ON TABLE saf.route_share IS
+    'number of keys that have chosen a route so far; it decides which route is next';
+-- Same reason as for saf.sender
 ALTER TABLE saf.route_share REPLICA IDENTITY FULL;
 
 CREATE TABLE saf.router (
@@ -121,11 +124,14 @@ CREATE TABLE saf.router (
     CONSTRAINT router_mode CHECK (mode IN ('redirect', 'forward')),
     CONSTRAINT router_sql_needs_spark CHECK (mode = 'redirect' OR kind <> 'sql')
 );
-COMMENT ON TABLE saf.router IS 'services that stand for others: a classifier says for which';
-COMMENT ON COLUMN saf.router.expression IS 'Spark SQL, or module:function of Python';
-COMMENT ON COLUMN saf.router.once_per IS 'what is classified once; a conversation always is';
+COMMENT ON TABLE saf.router IS
+    'services that stand for others; a classifier names the actual service';
+COMMENT ON COLUMN saf.router.expression IS
+    'classifier: a Spark SQL expression, or module:function in Python';
+COMMENT ON COLUMN saf.router.once_per IS
+    'unit that is classified once: message or key. A conversation always is';
 COMMENT ON COLUMN saf.router.mode IS
-    'classified at the source, or forwarded by a routing service of its own';
+    'redirect: classify at the source; forward: pass messages on in a routing service';
 
 CREATE TABLE saf.resolved_conversation (
     router text NOT NULL,
@@ -138,12 +144,12 @@ CREATE TABLE saf.resolved_conversation (
     PRIMARY KEY (key, router)
 );
 COMMENT ON TABLE saf.resolved_conversation IS
-    'what a router has resolved once: later messages are not classified again';
-COMMENT ON COLUMN saf.resolved_conversation.key IS 'of the messages, or their conversation_id';
-COMMENT ON COLUMN saf.resolved_conversation.service IS 'that the router stood for';
-COMMENT ON COLUMN saf.resolved_conversation.broker IS 'NULL: as the message says';
-COMMENT ON COLUMN saf.resolved_conversation.to_key IS 'NULL: as the message says';
+    'resolutions of a router for keys and conversations, which are not classified again';
+COMMENT ON COLUMN saf.resolved_conversation.key IS 'key or conversation_id of the messages';
+COMMENT ON COLUMN saf.resolved_conversation.service IS 'service that the router resolved to';
+COMMENT ON COLUMN saf.resolved_conversation.broker IS 'NULL: as in the message';
+COMMENT ON COLUMN saf.resolved_conversation.to_key IS 'NULL: as in the message';
 COMMENT ON COLUMN saf.resolved_conversation.used_at IS
-    'give or take a day; what nobody uses is forgotten';
+    'last use, accurate to a day; unused rows are deleted';
 COMMENT ON COLUMN saf.resolved_conversation.handle IS
-    'of the end, at a routing service, on which this conversation goes on';
+    'handle, at a routing service, of the end on which this conversation continues';

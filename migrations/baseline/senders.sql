@@ -1,8 +1,8 @@
--- Who may send as whom: rules that the server enforces from the first one on.
+-- Rules: which roles may send as which service. The server enforces them once a rule exists.
 --
--- The policies exist from the beginning and do nothing: row-level security is enabled with the
--- first rule of saf.sender, and disabled with the last one. So databases without rules pay nothing.
--- Reading is never restricted by rules, but by grants. The owner of the table is not restricted
+-- The policies always exist but have no effect at first: the first rule in saf.sender enables
+-- row-level security, and removal of the last rule disables it. So databases without rules pay
+-- nothing. Rules never restrict reading; grants do. Rules do not restrict the owner of the table
 -- either.
 
 CREATE TABLE saf.sender (
@@ -14,14 +14,15 @@ CREATE TABLE saf.sender (
     CONSTRAINT sender_once UNIQUE NULLS NOT DISTINCT (from_service, to_service, role)
 );
 COMMENT ON TABLE saf.sender IS
-    'who may send as whom, and to whom: while there is a rule, nobody sends without one';
-COMMENT ON COLUMN saf.sender.role IS 'by name, because a dump has names; its members may too';
-COMMENT ON COLUMN saf.sender.to_service IS 'NULL: any';
--- No primary key, because to_service may be NULL: a published table needs another identity
+    'roles that may send as a service, to another or any. If rules exist, each send needs one';
+COMMENT ON COLUMN saf.sender.role IS
+    'name of a role, because dumps contain names; members of the role may send too';
+COMMENT ON COLUMN saf.sender.to_service IS 'NULL: any service';
+-- The nullable to_service rules out a primary key, and a published table needs an identity
 ALTER TABLE saf.sender REPLICA IDENTITY FULL;
 
--- It reads the rules with the owner's rights, because a sender cannot read them. The role to check
--- is an argument, because current_user is the owner inside of the function. It raises instead of
+-- Reads the rules with the owner's rights, because senders cannot read them. The role to check is
+-- an argument, because current_user is the owner inside the function. Raises an error instead of
 -- returning false, so that a plain INSERT in any language gets an explanation and the name of the
 -- constraint.
 CREATE FUNCTION saf.check_sender(sender name, from_service text, to_service text)
@@ -40,7 +41,7 @@ BEGIN
         CONSTRAINT = 'sender_allowed',
         MESSAGE = format('role %I may not send %s to service %L', $1,
                          coalesce(format('as service %L', $2), 'without a from_service'), $3),
-        HINT = CASE WHEN $2 IS NULL THEN 'Say from_service: here, rules say who sends as whom.'
+        HINT = CASE WHEN $2 IS NULL THEN 'Set from_service: this broker has rules about senders.'
                     ELSE format('Let the owner of schema saf run: saf sender add %s --from %s '
                                 '--to %s', $1, $2, $3) END;
 END $$;

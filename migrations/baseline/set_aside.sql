@@ -1,17 +1,17 @@
--- Messages that could not be delivered or handled: parked in order, to be tried again, or dead,
--- until an operator decides. What waits for the same thing is a lane: destination, kind, subject,
--- broker; saf.setaside.lane lists all kinds.
+-- Messages that could not be delivered or handled. They are parked in order for another attempt, or
+-- dead letters until an operator decides. Messages that wait for the same thing are a lane, which
+-- destination, kind, subject and broker identify; saf.setaside.lane lists all kinds.
 
 CREATE TABLE saf.parked (
     parked_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     subscription_id integer NOT NULL REFERENCES saf.subscription ON DELETE CASCADE,
     destination text DEFAULT '' NOT NULL,
     shard smallint NOT NULL,
-    id bigint NOT NULL, -- in its log
+    id bigint NOT NULL, -- id in its log
 {message},
     parked_at timestamptz DEFAULT now() NOT NULL,
     kind text DEFAULT 'main' NOT NULL,
-    quality text, -- of its route
+    quality text, -- quality of service of its route
     batch bigint NOT NULL,
     position bigint NOT NULL,
     opened_at timestamptz DEFAULT now(),
@@ -29,18 +29,20 @@ CREATE INDEX parked_later ON saf.parked (subscription_id, destination, subject, 
     WHERE kind = 'later';
 CREATE INDEX parked_expiring ON saf.parked (subscription_id, expires_at)
     WHERE kind = 'route' AND expires_at IS NOT NULL;
-COMMENT ON TABLE saf.parked IS 'set aside in order, to be tried again';
+COMMENT ON TABLE saf.parked IS 'messages set aside in order, to be tried again automatically';
 COMMENT ON COLUMN saf.parked.kind IS
-    'of the lane: messages that wait for the same thing, in order; see saf.setaside.lane';
-COMMENT ON COLUMN saf.parked.batch IS 'with position: what the lane''s watermark is compared with';
+    'kind of the lane, by what its messages wait for; see saf.setaside.lane';
+COMMENT ON COLUMN saf.parked.batch IS
+    'batch that is compared, with position, to the watermark of the lane';
 COMMENT ON COLUMN saf.parked.opened_at IS
-    'of its batch; of what is sent again, or has found a route, when that was: tells the mark of a '
-    'lane from another of the same number';
+    'time at which the batch was opened. For a message that is sent again or has found a route, '
+    'the time of that event. Distinguishes marks of a lane that have the same number';
 COMMENT ON COLUMN saf.parked.subject IS
-    'the service, key, shard or conversation that the lane is of';
+    'service, key, shard or conversation that the lane is about';
 COMMENT ON COLUMN saf.parked.broker IS
-    'that the messages of the lane are addressed to; all ones where they are to none';
-COMMENT ON COLUMN saf.parked.source IS 'of what a receiver has set aside, as in the inbox';
+    'broker that the messages of the lane are addressed to; all ones: no broker';
+COMMENT ON COLUMN saf.parked.source IS
+    'source as in the inbox, for messages that a receiver has set aside';
 
 CREATE TABLE saf.backoff (
     subscription_id integer REFERENCES saf.subscription ON DELETE CASCADE,
@@ -48,7 +50,7 @@ CREATE TABLE saf.backoff (
     kind text DEFAULT 'main',
     attempts integer DEFAULT 0 NOT NULL,
     next_attempt_at timestamptz DEFAULT now() NOT NULL,
-    error text NOT NULL, -- of the last attempt
+    error text NOT NULL, -- error of the last attempt
     since timestamptz DEFAULT now() NOT NULL,
     shard smallint,
     subject text DEFAULT '',
@@ -62,7 +64,7 @@ CREATE TABLE saf.backoff (
                  'found_replay', 'doubt', 'key', 'later', 'ahead')
         AND (subject = '' OR kind IN ('service', 'route', 'found_route', 'key', 'later', 'ahead'))
         AND (broker = 'ffffffff-ffff-ffff-ffff-ffffffffffff' OR kind IN ('route', 'found_route'))),
-    -- a lane that waits for a handler has no next attempt, so it is never taken for due
+    -- a lane that waits for a handler has no next attempt, so it is never due
     CONSTRAINT backoff_awaits_possible CHECK (
         CASE WHEN awaits_handler
              THEN kind = 'key' AND shard IS NOT NULL
@@ -70,24 +72,25 @@ CREATE TABLE saf.backoff (
              ELSE message_type IS NULL END)
 );
 CREATE INDEX backoff_key ON saf.backoff (subscription_id, next_attempt_at) WHERE shard IS NOT NULL;
--- Over a digest, because index rows are bounded and message types from other writers are not
+-- Uses a hash, because other writers' message types may exceed the size limit of index rows
 CREATE INDEX backoff_awaits_handler
     ON saf.backoff (subscription_id, hashtextextended(message_type, 0), since) WHERE awaits_handler;
-COMMENT ON TABLE saf.backoff IS 'lanes that wait: when they are tried next, shared by all members';
+COMMENT ON TABLE saf.backoff IS
+    'waiting lanes with the time of their next attempt, shared by all members';
 COMMENT ON COLUMN saf.backoff.kind IS
-    'of the lane: messages that wait for the same thing, in order; see saf.setaside.lane';
+    'kind of the lane, by what its messages wait for; see saf.setaside.lane';
 COMMENT ON COLUMN saf.backoff.shard IS
-    'of a lane that holds the messages of one key, for a receiver; NULL for the others';
+    'shard of a receiver''s lane that holds the messages of one key; NULL: another lane';
 COMMENT ON COLUMN saf.backoff.subject IS
-    'the service, key, shard or conversation that the lane is of';
+    'service, key, shard or conversation that the lane is about';
 COMMENT ON COLUMN saf.backoff.broker IS
-    'that the messages of the lane are addressed to; all ones where they are to none';
+    'broker that the messages of the lane are addressed to; all ones: no broker';
 COMMENT ON COLUMN saf.backoff.awaits_handler IS
-    'whether the lane waits until a receiver comes that handles its first message';
+    'true: the lane waits for a receiver that handles its first message';
 COMMENT ON COLUMN saf.backoff.message_type IS
-    'of that message, if it has one; NULL where the lane waits for something else';
+    'type of that message, if any; NULL if the lane waits for something else';
 COMMENT ON COLUMN saf.backoff.needs_operator IS
-    'whether the last attempt failed for a reason that only an operator can remove';
+    'true: only an operator can remove the cause of the last failure';
 
 CREATE TABLE saf.rejecting (
     subscription_id integer REFERENCES saf.subscription ON DELETE CASCADE,
@@ -97,7 +100,7 @@ CREATE TABLE saf.rejecting (
     CONSTRAINT rejecting_counted CHECK (messages > 0)
 );
 COMMENT ON TABLE saf.rejecting IS
-    'how many messages a destination has rejected in a row; no row: none';
+    'number of consecutive messages that a destination has rejected; no row: zero';
 
 CREATE TABLE saf.taken_out (
     subscription_id integer REFERENCES saf.subscription ON DELETE CASCADE,
@@ -111,27 +114,29 @@ CREATE TABLE saf.taken_out (
     PRIMARY KEY (subscription_id, destination, kind, subject, broker, shard, opened_at)
 );
 COMMENT ON TABLE saf.taken_out IS
-    'what people took out of lanes: it may be stored at the destination, whose answer got lost';
+    'places of messages that operators took out of lanes. A destination may have stored these '
+    'messages, if its answer got lost';
 COMMENT ON COLUMN saf.taken_out.kind IS
-    'of the lane: messages that wait for the same thing, in order; see saf.setaside.lane';
+    'kind of the lane, by what its messages wait for; see saf.setaside.lane';
 COMMENT ON COLUMN saf.taken_out.subject IS
-    'the service, key, shard or conversation that the lane is of';
+    'service, key, shard or conversation that the lane is about';
 COMMENT ON COLUMN saf.taken_out.broker IS
-    'that the messages of the lane are addressed to; all ones where they are to none';
-COMMENT ON COLUMN saf.taken_out.opened_at IS 'as in saf.parked';
+    'broker that the messages of the lane are addressed to; all ones: no broker';
+COMMENT ON COLUMN saf.taken_out.opened_at IS 'opened_at of the message in saf.parked';
 
 CREATE TABLE saf.dead_letter (
     dead_letter_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     subscription_id integer NOT NULL REFERENCES saf.subscription ON DELETE CASCADE,
     destination text DEFAULT '' NOT NULL,
     shard smallint NOT NULL,
-    id bigint NOT NULL, -- in its log
+    id bigint NOT NULL, -- id in its log
 {message},
     dead_letter_at timestamptz DEFAULT now() NOT NULL,
-    reason text NOT NULL, -- a word, e.g. rejected
+    reason text NOT NULL, -- one word, e.g. rejected
     error text NOT NULL
 );
-COMMENT ON TABLE saf.dead_letter IS 'set aside for a person: not tried again by itself';
+COMMENT ON TABLE saf.dead_letter IS
+    'messages set aside for an operator, never tried again automatically';
 
 CREATE TABLE saf.dropped (
     subscription_id integer REFERENCES saf.subscription ON DELETE CASCADE,
@@ -142,24 +147,26 @@ CREATE TABLE saf.dropped (
     last_at timestamptz DEFAULT now() NOT NULL,
     PRIMARY KEY (subscription_id, shard, reason),
     CONSTRAINT dropped_counted CHECK (reason <> '' AND messages > 0)
-) WITH (fillfactor = 60); -- only the shard's owner counts here, so no writer waits for a row lock
+) WITH (fillfactor = 60); -- only the shard's owner writes here, so no writer waits for a row lock
 COMMENT ON TABLE saf.dropped IS
-    'how many messages a subscription took without handing them on, and why';
-COMMENT ON COLUMN saf.dropped.last_message_id IS 'to look for it in the log';
+    'number of messages that a subscription has dropped, by reason';
+COMMENT ON COLUMN saf.dropped.last_message_id IS
+    'last dropped message, to find in the log';
 
 CREATE TABLE saf.audit (
     audit_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     audit_at timestamptz DEFAULT now() NOT NULL,
     who text DEFAULT session_user NOT NULL,
-    action text NOT NULL, -- a word, e.g. retry
+    action text NOT NULL, -- one word, e.g. retry
     message_ids uuid[] NOT NULL,
-    why text NOT NULL, -- as the person has said
+    why text NOT NULL, -- reason that the operator gave
     person text
 );
-COMMENT ON TABLE saf.audit IS 'what people did to messages that were set aside';
-COMMENT ON COLUMN saf.audit.person IS 'whom a program acted for; NULL: nobody else';
+COMMENT ON TABLE saf.audit IS 'operators'' decisions about messages that were set aside';
+COMMENT ON COLUMN saf.audit.person IS
+    'user for whom a program acted; NULL: for the login itself';
 
--- For humans. The forwarder never reads a row's state: the cursors have it.
+-- For operators. The forwarder never reads the state of a row, because the cursors hold it.
 CREATE VIEW saf.outbox_status AS
 SELECT o.id, o.shard, o.message_id, o.to_service, o.key, o.message_type, o.created_at,
        CASE
@@ -178,4 +185,4 @@ FROM saf.outbox o
 JOIN saf.subscription s ON s.log = 'outbox' AND s.name = 'forwarder'
 JOIN saf.cursor c ON c.subscription_id = s.subscription_id AND c.shard = o.shard;
 COMMENT ON VIEW saf.outbox_status IS
-    'each message of the outbox: pending, forwarded, parked or dead';
+    'messages of the outbox with their status: pending, forwarded, parked or dead';

@@ -1,16 +1,17 @@
--- Spark: messages of jobs that send, and results of transforms; see saf.sending.staging and
+-- Messages that Spark jobs send, and results of transforms; see saf.sending.staging and
 -- saf.engine.kept_results.
 
 CREATE TABLE saf.staging (
     attempt bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     created_at timestamptz DEFAULT now() NOT NULL
 );
-COMMENT ON TABLE saf.staging IS 'attempts of tasks whose messages were staged and not sent yet';
+COMMENT ON TABLE saf.staging IS
+    'task attempts with messages that are staged but not sent yet';
 
 CREATE UNLOGGED TABLE saf.staged (
     attempt bigint,
-    number bigint, -- the order in which the task wrote them
-    -- as in saf.outbox
+    number bigint, -- order in which the task wrote its messages
+    -- columns as in saf.outbox
     from_service text,
     to_service text NOT NULL,
     to_broker text,
@@ -23,8 +24,8 @@ CREATE UNLOGGED TABLE saf.staged (
     PRIMARY KEY (attempt, number)
 );
 COMMENT ON TABLE saf.staged IS
-    'what tasks have written, in their order; a crash of the server empties it, and the job '
-    'notices';
+    'messages that tasks have written, in order. A crash of the server empties the table, which '
+    'the job detects';
 
 CREATE TABLE saf.sink (
     application text PRIMARY KEY,
@@ -33,8 +34,9 @@ CREATE TABLE saf.sink (
     sent_at timestamptz DEFAULT now() NOT NULL
 );
 COMMENT ON TABLE saf.sink IS
-    'what each application of Spark has sent last: so nothing is sent twice';
-COMMENT ON COLUMN saf.sink.version IS 'rises; NULL: this application sends only once';
+    'last version that each Spark application has sent, so that nothing is sent twice';
+COMMENT ON COLUMN saf.sink.version IS
+    'rises with each send; NULL: the application sends only once';
 
 CREATE TABLE saf.kept_result (
     subscription_id integer REFERENCES saf.subscription ON DELETE CASCADE,
@@ -42,8 +44,8 @@ CREATE TABLE saf.kept_result (
     id bigint,
     number integer,
     batch bigint NOT NULL,
-    part integer, -- as the transform numbers its results
-    -- the message that was made
+    part integer, -- number that the transform gives the result
+    -- the resulting message
     key text,
     message_type text,
     headers text,
@@ -53,9 +55,10 @@ CREATE TABLE saf.kept_result (
 );
 CREATE INDEX kept_result_batch ON saf.kept_result (subscription_id, batch);
 COMMENT ON TABLE saf.kept_result IS
-    'what a transform has made of messages, where it would be something else the next time: kept '
-    'until they are delivered';
-COMMENT ON COLUMN saf.kept_result.id IS 'of the message in the outbox';
-COMMENT ON COLUMN saf.kept_result.number IS 'of several that were made of one message, 0, 1, …';
-COMMENT ON COLUMN saf.kept_result.batch IS 'in which it was kept; removed when that is closed';
-COMMENT ON COLUMN saf.kept_result.body IS 'NULL: nothing was made of the message';
+    'results of transforms that would differ in another run, kept until they are delivered';
+COMMENT ON COLUMN saf.kept_result.id IS 'id of the message in the outbox';
+COMMENT ON COLUMN saf.kept_result.number IS
+    'ordinal among the results of one message: 0, 1, …';
+COMMENT ON COLUMN saf.kept_result.batch IS
+    'batch that produced the result, which is removed when the batch is closed';
+COMMENT ON COLUMN saf.kept_result.body IS 'NULL: the message has no result';

@@ -1,4 +1,4 @@
--- Who reads a log, and how far: subscriptions, their members, and a cursor for each shard.
+-- Readers of a log and their progress: subscriptions, members, and a cursor per shard.
 
 CREATE TABLE saf.subscription (
     subscription_id integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -12,29 +12,29 @@ CREATE TABLE saf.subscription (
     CONSTRAINT subscription_service CHECK (service IS NULL OR log = 'inbox'),
     CONSTRAINT subscription_stream CHECK (NOT (stream AND service IS NOT NULL))
 );
-COMMENT ON TABLE saf.subscription IS 'named readers of a log, each with one cursor per shard';
+COMMENT ON TABLE saf.subscription IS 'named readers of a log, with one cursor per shard each';
 COMMENT ON COLUMN saf.subscription.service IS
-    'whose messages of the inbox it reads; NULL for everybody''s';
+    'service whose messages are read from the inbox; NULL: all services';
 COMMENT ON COLUMN saf.subscription.stream IS
-    'read by a stream, whose checkpoint says how far it is; its cursors say what it has committed';
+    'true: a stream. Its checkpoint has the progress of reading; its cursors, that of commits';
 
 CREATE TABLE saf.member (
     member_id uuid PRIMARY KEY,
     subscription_id integer NOT NULL REFERENCES saf.subscription ON DELETE CASCADE,
-    name text NOT NULL, -- host and process, for people
+    name text NOT NULL, -- host and process, for operators
     joined_at timestamptz DEFAULT now() NOT NULL,
     lease_until timestamptz NOT NULL,
-    stopping boolean DEFAULT false NOT NULL -- its tasks finish the chunk in hand and end
+    stopping boolean DEFAULT false NOT NULL -- its tasks end after the chunk in hand
 );
 COMMENT ON TABLE saf.member IS
-    'live processes of a subscription; a lease is a term by this database''s clock';
+    'live processes of a subscription; leases end by this database''s clock';
 
 CREATE TABLE saf.cursor (
     subscription_id integer REFERENCES saf.subscription ON DELETE CASCADE,
     shard smallint,
     owner uuid REFERENCES saf.member ON DELETE SET NULL,
     epoch bigint DEFAULT '0' NOT NULL,
-    -- in the key only so that the newest version is found first; see saf.log.cursor
+    -- part of the key only so that the newest version is found first; see saf.log.shards
     batch bigint DEFAULT '0',
     done pg_snapshot DEFAULT '1:1:' NOT NULL,
     open pg_snapshot,
@@ -50,35 +50,37 @@ CREATE TABLE saf.cursor (
     CONSTRAINT cursor_position CHECK (open IS NOT NULL OR (position = 0 AND attempted = 0)),
     CONSTRAINT cursor_rises CHECK (attempted >= 0 AND position >= 0),
     CONSTRAINT cursor_allowance CHECK (allowance > 0)
-) WITH (fillfactor = 40); -- short rows, rewritten with each batch: room on the page keeps it HOT
-COMMENT ON TABLE saf.cursor IS 'how far a subscription has got in one shard';
-COMMENT ON COLUMN saf.cursor.epoch IS 'rises with each change of owner; fences the owners before';
-COMMENT ON COLUMN saf.cursor.done IS 'every row visible in it is complete';
-COMMENT ON COLUMN saf.cursor.open IS 'the batch in hand: the rows visible in open and not in done';
+) WITH (fillfactor = 40); -- short rows, rewritten with each batch; free space keeps updates HOT
+COMMENT ON TABLE saf.cursor IS 'progress of a subscription in one shard';
+COMMENT ON COLUMN saf.cursor.epoch IS 'rises with each change of owner; fences previous owners';
+COMMENT ON COLUMN saf.cursor.done IS 'snapshot: all rows visible in it are complete';
+COMMENT ON COLUMN saf.cursor.open IS
+    'snapshot of the open batch, which is the rows visible in open and not in done';
 COMMENT ON COLUMN saf.cursor.position IS
     'within the open batch, rows with id <= position are complete';
 COMMENT ON COLUMN saf.cursor.attempted IS
     'within the open batch, at_most_once rows with id <= attempted are not sent again';
-COMMENT ON COLUMN saf.cursor.opened_at IS 'by this clock messages of the batch expire';
+COMMENT ON COLUMN saf.cursor.opened_at IS
+    'time at which the batch was opened; decides which of its messages have expired';
 COMMENT ON COLUMN saf.cursor.allowance IS
-    'how many messages are handed out at once after a delivery that failed; NULL for any number';
-COMMENT ON COLUMN saf.cursor.until IS 'what cuts are cuts of';
+    'maximum number of messages in the next delivery, after a failed one; NULL: unlimited';
+COMMENT ON COLUMN saf.cursor.until IS 'snapshot for which cuts were found';
 COMMENT ON COLUMN saf.cursor.cuts IS
-    'where the next batches of a deep backlog may end; see saf.claim';
+    'ids where the next batches of a deep backlog may end; see saf.receiving.reading';
 COMMENT ON COLUMN saf.cursor.set_aside_at IS
-    'the last times at which messages of the shard were set aside';
+    'latest times at which messages of the shard were set aside';
 
--- A unique index on saf.cursor without the batch would have to check every version on each write.
--- So the actual key is in a table of its own, to which only the first row writes.
+-- A unique index on saf.cursor without the batch would need to check every version on each write.
+-- So a separate table holds the actual key, and only the first version of a cursor writes to it.
 CREATE TABLE saf.cursor_key (
     subscription_id integer,
     shard smallint,
     PRIMARY KEY (subscription_id, shard)
 );
 COMMENT ON TABLE saf.cursor_key IS
-    'one for each row of saf.cursor, whose own key has the batch too: it lets in no second one';
+    'actual key of saf.cursor, whose primary key also has the batch; prevents a second row';
 
--- It runs as the owner of the tables for every inserting role: nothing else writes the keys
+-- Runs as the owner of the tables for every inserting role; nothing else writes the keys
 CREATE FUNCTION saf.cursor_is_one() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
@@ -92,7 +94,7 @@ BEGIN
     END IF;
     RETURN NULL;
 END $$;
--- As for saf.store_locally
+-- Same reason as for saf.store_locally
 REVOKE ALL ON FUNCTION saf.cursor_is_one FROM PUBLIC;
 CREATE TRIGGER cursor_is_one AFTER INSERT OR DELETE ON saf.cursor
     FOR EACH ROW EXECUTE FUNCTION saf.cursor_is_one();

@@ -95,7 +95,7 @@ def test_a_role_sends_only_as_whom_and_to_whom_its_rules_say(
             send(shop, sender, service)
     with pytest.raises(ConfigurationError, match=rf"`?saf sender add {name} --from bank"):
         send(shop, "bank")
-    with pytest.raises(ConfigurationError, match=r"Say from_service"):
+    with pytest.raises(ConfigurationError, match=r"Set from_service"):
         send(shop, None)
     for forged in ("'bank'", "NULL"):
         with pytest.raises(psycopg.errors.InsufficientPrivilege) as refused:

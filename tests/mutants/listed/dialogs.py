@@ -146,14 +146,14 @@ MUTANTS: list[Mutant] = [
         NOT_WAITED_FOR,
     ),
     mutant(
-        "what an error has overtaken counts as received",
+        "fragments that an Error has overtaken count as received",
         FACTS,
         "(received if next_ else facts)",
         "received",
         OVERTAKEN,
     ),
     mutant(
-        "an error of the other end takes away what this end tells itself",
+        "an Error from the other end hides this end's own Error",
         ARRIVAL,
         "if failed_before and message.message_type == ERROR and message.sequence is None:",
         "if False:",

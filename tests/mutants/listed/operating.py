@@ -236,7 +236,7 @@ MUTANTS: list[Mutant] = [
         f"{RIGHTS}::test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say",
     ),
     mutant(
-        "a writer says the transaction of its message",
+        "a writer may set the transaction id of its message",
         GRANTS,
         '{"outbox": {"INSERT": tuple(SENT)}}',
         '{"outbox": {"INSERT": WHOLE}}',
@@ -278,7 +278,7 @@ MUTANTS: list[Mutant] = [
         f"{OF_STATUS}::test_the_oldest_pending_message_says_how_far_behind_it_is",
     ),
     mutant(
-        "shards are shown as other ones",
+        "a range of shards includes missing shards",
         "saf/errors.py",
         "number == found[-1][-1] + 1",
         "number >= found[-1][-1] + 1",

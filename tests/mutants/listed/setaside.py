@@ -143,14 +143,14 @@ MUTANTS: list[Mutant] = [
         f"{SET_BACK}::test_a_set_back_that_only_what_was_set_aside_since_shows_is_noticed",
     ),
     mutant(
-        "a source has forgotten all that is not the last that it had set aside",
+        "a source remembers only its last time of setting aside",
         "saf/destinations/marks.py",
         "time is None or time in known:",
         "time is None or time in known[-1:]:",
         f"{CRASH}::test_what_is_set_aside_after_an_answer_got_lost_is_not_taken_for_a_set_back",
     ),
     mutant(
-        "a mark of a lane says nothing of what was set aside",
+        "a mark of a lane does not show that messages were set aside",
         "saf/destinations/places.py",
         "    return moved | noting(chunk, {**marks, **moved})",
         "    new = noting(chunk, {**marks, **moved})\n"
@@ -166,14 +166,14 @@ MUTANTS: list[Mutant] = [
         f"{SET_BACK}::test_a_set_back_that_only_what_was_set_aside_since_shows_is_noticed",
     ),
     mutant(
-        "a task does not learn what the one that it repeats has set aside",
+        "a repeated task does not learn what its first run has set aside",
         "saf/engine/task.py",
         "                if not self.closes:",
         "                if False:",
         f"{ONCE}::test_a_task_that_is_run_again_knows_what_was_set_aside_before",
     ),
     mutant(
-        "a task does not learn what its twin has set aside",
+        "a task does not learn what a parallel task has set aside",
         "saf/engine/destination_sessions.py",
         "            if not marks:",
         "            if not marks and (raised := error):\n"
@@ -182,14 +182,14 @@ MUTANTS: list[Mutant] = [
         f"{ONCE}::test_a_task_knows_what_its_twin_has_set_aside_meanwhile",
     ),
     mutant(
-        "a source does not note what a person takes out of lanes",
+        "a source does not note messages that operators take out of lanes",
         "saf/log/cursor.py",
         "    if shards:\n        connection.execute(DURABLY)",
         "    if not shards:\n        connection.execute(DURABLY)",
         f"{SET_BACK}::test_a_set_back_is_noticed_that_only_shows_in_what_a_person_decided_about_parked_messages",
     ),
     mutant(
-        "who takes lanes in hand does not learn what persons have decided",
+        "a forwarder does not learn operators' decisions about a lane",
         "saf/engine/source_session.py",
         "        learn_set_aside(connection, self._work.batch)",
         "        learn_set_aside",
@@ -210,7 +210,7 @@ MUTANTS: list[Mutant] = [
         f"{DECIDED}::test_a_forwarder_buries_what_has_expired_without_a_route_and_waits_for_no_decision",
     ),
     mutant(
-        "what is set aside with a position does not wait for the disk",
+        "setting aside with a position is not durable",
         "saf/log/cursor.py",
         """connection.execute(DURABLY)
     return dict(_write(connection, NOTE_SET_ASIDE""",

@@ -12,7 +12,7 @@ UNIT = "unit/test_transforming.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
-        "what is left out of a lane is counted again when an answer got lost",
+        "left-out messages of a lane are counted again after a lost answer",
         "saf/engine/parked_lanes.py",
         "            set_aside.count_left_out(source, among=gone)",
         "            set_aside.count_left_out(source)",
