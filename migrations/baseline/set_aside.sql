@@ -185,4 +185,5 @@ FROM saf.outbox o
 JOIN saf.subscription s ON s.log = 'outbox' AND s.name = 'forwarder'
 JOIN saf.cursor c ON c.subscription_id = s.subscription_id AND c.shard = o.shard;
 COMMENT ON VIEW saf.outbox_status IS
-    'messages of the outbox with their status: pending, forwarded, parked or dead';
+    'messages of the outbox with their status: pending, parked, dead or forwarded; forwarded includes '
+    'discarded and dropped messages';

@@ -50,7 +50,7 @@ CREATE TABLE saf.cursor (
     CONSTRAINT cursor_position CHECK (open IS NOT NULL OR (position = 0 AND attempted = 0)),
     CONSTRAINT cursor_rises CHECK (attempted >= 0 AND position >= 0),
     CONSTRAINT cursor_allowance CHECK (allowance > 0)
-) WITH (fillfactor = 40); -- short rows, rewritten with each batch; free space keeps updates HOT
+) WITH (fillfactor = 40); -- short rows; free space keeps updates within a batch HOT
 COMMENT ON TABLE saf.cursor IS 'progress of a subscription in one shard';
 COMMENT ON COLUMN saf.cursor.epoch IS 'rises with each change of owner; fences previous owners';
 COMMENT ON COLUMN saf.cursor.done IS 'snapshot: all rows visible in it are complete';
