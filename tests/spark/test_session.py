@@ -129,7 +129,6 @@ def test_another_spark_of_the_machine_is_not_used(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "rows 1000\n", "")
 
 
-@pytest.mark.full
 def test_no_setting_is_on_a_command_line(driver: subprocess.Popen[str]) -> None:
     shown = [process.cmdline() for process in descendants(driver)]
     assert any("org.apache.spark.deploy.SparkSubmit" in line for line in shown)
