@@ -124,14 +124,14 @@ MUTANTS: list[Mutant] = [
         "saf/engine/storing.py",
         "if not left and pending and stops():",
         "if pending and stops():",
-        "unit/test_refusals.py",
+        "unit/test_work_list.py",
     ),
     mutant(
         "a destination that names no message is asked for ever",
         "saf/engine/storing.py",
         "case UnknownService() if names_rows:",
         "case UnknownService():",
-        "unit/test_refusals.py",
+        "unit/test_work_list.py",
     ),
     mutant(
         "a destination that cannot say which it is makes dead letters",
