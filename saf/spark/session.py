@@ -54,8 +54,6 @@ def settings(master: str) -> dict[str, str]:
         # saf has its own progress bar, and stderr may be a log
         "spark.ui.showConsoleProgress": "false",
         "spark.sql.session.timeZone": "UTC",
-        # workers on the same machine: less kernel work than TCP, and no port to connect to
-        "spark.python.unix.domain.socket.enabled": "true",
         # a task may fail and run again: reading a batch twice gives the same rows
         "spark.task.maxFailures": MAX_FAILURES,
         # an expression that overflows the stack fails its own task, not the whole JVM
