@@ -51,7 +51,7 @@ EXIT_CODES = {
     0: "done, nothing to do, or stopped on request; messages may wait for a route or a service",
     Unavailable.exit_code: "try again later: a database, a destination or Spark does not answer",
     UsageError.exit_code: "an operator must fix it: usage, settings, schema, login or rights",
-    SafError.exit_code: "anything else; of a comparison or an examination: it has found something",
+    SafError.exit_code: "any other error; or a comparison or an examination has found something",
     INTERRUPTED: "interrupted before the end (Ctrl-C)",
 }
 

@@ -126,9 +126,9 @@ def test_what_follows_the_first_revision_goes_up_down_and_up_again(app: Dsn) -> 
     assert usable(app)
 
 
-def test_the_first_revision_is_not_undone(app: Dsn) -> None:
+def test_the_oldest_revision_is_not_undone(app: Dsn) -> None:
     before = catalog(app)
-    with pytest.raises(CommandError, match=r"first revision.* run DROP SCHEMA saf CASCADE"):
+    with pytest.raises(CommandError, match=r"oldest revision.* run DROP SCHEMA saf CASCADE"):
         command.downgrade(config(app), "base")
     assert catalog(app) == before
     with app.connect(role="test") as connection:
