@@ -29,9 +29,9 @@ from benchmarks.receive import FILL, READ_AGAIN
 from benchmarks.stage import Stage, execute
 from saf.broker.services import create_service, create_subscription
 from saf.database import Dsn
-from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.dispatcher import run as run_dispatchers
-from saf.dispatch.settings import Endpoint
+from saf.receiving.dispatch.dispatcher import Dispatcher
+from saf.receiving.dispatch.dispatcher import run as run_dispatchers
+from saf.receiving.dispatch.settings import Endpoint
 
 MESSAGES, IN_FLIGHT, ROUNDS = 20_000, 100, 3
 BODY = b'{"order": 1'.ljust(200, b"x")

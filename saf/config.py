@@ -16,7 +16,7 @@
     [endpoints.billing]                  # where `saf dispatch` sends what services have received
     url = "https://billing.example.com/hooks"
 
-Fleets list many similar sources; see `saf.fleets`:
+Fleets list many similar sources; see `saf.operating.fleets`:
 
     [fleets.tenants]                     # brokers tenants/tenant_1, tenants/tenant_2, …
     dsn = "postgresql://saf_forwarder@db2/postgres?password=${TENANTS_PASSWORD}"
@@ -59,9 +59,9 @@ from saf.database import Dsn, refuse_unescaped, without_driver
 from saf.database.bounds import Bounds
 from saf.destinations.kinds import DEFAULT, AnyDestination, settings_of, table_at
 from saf.destinations.settings import Connections, DestinationSettings, DsnField, Quality, within
-from saf.dispatch.settings import Endpoint, Network
 from saf.errors import ConfigurationError, MissingExtra, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, fits
+from saf.receiving.dispatch.settings import Endpoint, Network
 from saf.routing.matching import Route as Leads
 from saf.routing.matching import Router as Stands
 from saf.routing.routers import check as check_router
@@ -127,7 +127,7 @@ class Broker(_Table):
 
 
 class Fleet(_Table):
-    """A set of databases whose outboxes are forwarded; see `saf.fleets`."""
+    """A set of databases whose outboxes are forwarded; see `saf.operating.fleets`."""
 
     dsn: DsnField
     """Connection string of the database that lists the members."""
@@ -281,7 +281,7 @@ class Purge(_Table):
 
 
 class Dispatch(_Table):
-    """Settings for endpoints that are stored in brokers; see `saf.dispatch.stored`."""
+    """Settings for endpoints that are stored in brokers; see `saf.receiving.dispatch.stored`."""
 
     networks: tuple[Network, ...] = ()
     """Networks, besides the public internet, where such an endpoint may be."""

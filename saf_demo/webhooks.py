@@ -27,10 +27,10 @@ from pydantic import SecretStr
 import saf.webhooks
 from saf.broker.services import create_service
 from saf.database import Dsn
-from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.settings import Endpoint
 from saf.errors import MissingExtra, NotVerified, SafError
 from saf.message import CONTENT_TYPE
+from saf.receiving.dispatch.dispatcher import Dispatcher
+from saf.receiving.dispatch.settings import Endpoint
 from saf.receiving.inbox import inbox_status
 from saf_demo.flights import SERVICE
 from saf_demo.proof import Received

@@ -17,8 +17,8 @@ import pytest
 import uvicorn
 
 from saf.database import Dsn, fetch
-from saf.dispatch.dispatcher import Dispatcher, run
-from saf.dispatch.settings import Endpoint
+from saf.receiving.dispatch.dispatcher import Dispatcher, run
+from saf.receiving.dispatch.settings import Endpoint
 from saf_demo.servers import free_port
 from tests.certificates import certificate as make_certificate
 from tests.needed import needed

@@ -14,7 +14,7 @@ from saf.database import Dsn
 from saf.destinations import Chunk
 from saf.destinations.lake.settings import LakeSettings
 from saf.failpoints import arm
-from saf.repair.reconcile import Outcome, reconcile
+from saf.operating.repair.reconcile import Outcome, reconcile
 from saf.testing.forwarder import all_stored
 from tests.pipeline import connect, forward, send
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md: every metric, from what `saf.metrics.declared` says of it.
+"""docs/metrics.md: every metric, from what `saf.telemetry.declared` says of it.
 
 python -m tests.metrics_page      # writes the page
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from saf.metrics.declared import METRICS, Metric
-from saf.metrics.process import MOST_SERIES, OTHER
 from saf.operating.figures import KEPT_SECONDS, MOST, SERVICES
 from saf.operating.watch import FRESH_SECONDS, PATIENCE_SECONDS
+from saf.telemetry.declared import METRICS, Metric
+from saf.telemetry.process import MOST_SERIES, OTHER
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 

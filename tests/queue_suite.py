@@ -24,7 +24,7 @@ from saf.destinations.settings import DestinationSettings
 from saf.destinations.stepwise import Stepwise
 from saf.errors import Fenced, Unavailable
 from saf.operating.doctor import examine
-from saf.repair.reconcile import reconcile
+from saf.operating.repair.reconcile import reconcile
 from saf.setaside.lane import Kind
 from saf.testing.forwarder import Forwarder, all_stored, start
 from tests.destinations import know, route, send_to

@@ -22,9 +22,9 @@ from saf.destinations.postgresql.reading import known_at
 from saf.dialogs.comparing import compare
 from saf.dialogs.monologs import received_monologs
 from saf.dialogs.statements import Code
-from saf.repair.rebase import rebase
-from saf.repair.reconcile import missing
-from saf.repair.send_again import send_again
+from saf.operating.repair.rebase import rebase
+from saf.operating.repair.reconcile import missing
+from saf.operating.repair.send_again import send_again
 from saf.routing.matching import Route, Routes
 from saf.testing.databases import Database, Databases
 from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, begin, forward, prepare, receive

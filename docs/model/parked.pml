@@ -5,7 +5,7 @@
  * good, and a person takes some out of the lane. So the marks of the shard and of the lane pass
  * messages that are not stored. A copy of the source is taken at any time, and restored at any
  * later time: then it has messages parked of which others know what became of them. One forwarder
- * goes on; what it is refused for is repaired by `saf rebase` (saf.repair.rebase).
+ * goes on; what it is refused for is repaired by `saf rebase` (saf.operating.repair.rebase).
  *
  * Proven: nothing is dropped that is neither there, nor parked, nor set aside in this life of the
  * source, also after the repair; nothing is refused if the source was not set back; in the end

@@ -2,7 +2,7 @@
  *
  * A copy is taken at any time, and restored at any later time: of the source, of the destination,
  * or of both. Ids, batches and positions are then given again, to other messages. One forwarder
- * goes on; what it is refused for is repaired by `saf rebase` (saf.repair). A message may be set
+ * goes on; what it is refused for is repaired by `saf rebase` (saf.operating.repair). A message may be set
  * aside instead of being stored, and so may messages for another destination.
  *
  * Proven: at the next contact after a set-back, nothing is dropped that is neither there nor set

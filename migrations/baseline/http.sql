@@ -19,7 +19,7 @@ COMMENT ON COLUMN saf.endpoint.settings IS
 CREATE TABLE saf.breaker (
     subscription_id integer PRIMARY KEY REFERENCES saf.subscription ON DELETE CASCADE,
     endpoint text NOT NULL,
-    state text DEFAULT 'closed' NOT NULL, -- see saf.dispatch.condition
+    state text DEFAULT 'closed' NOT NULL, -- see saf.receiving.dispatch.condition
     failures integer DEFAULT 0 NOT NULL,
     failing_since timestamptz,
     next_probe_at timestamptz,

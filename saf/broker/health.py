@@ -11,8 +11,8 @@ processors, dispatchers and Spark's tables and streams check the log that they r
 takes two statements. Commands that only show or purge a broker check its cursors, but no log.
 
 `saf doctor` and the repairs run the same checks. Two more need more than one broker: a forwarder
-sees whether two brokers share a broker_id (`saf.repair.new_id`), and the marks of a destination
-show whether the destination was set back (`saf.destinations.marks`).
+sees whether two brokers share a broker_id (`saf.operating.repair.new_id`), and the marks of a
+destination show whether the destination was set back (`saf.destinations.marks`).
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ from saf.cli.console import (
 )
 from saf.database import REVISION
 from saf.errors import SafError
-from saf.tracing import carried
-from saf.tracing.log_lines import trace_ids
+from saf.telemetry import carried
+from saf.telemetry.log_lines import trace_ids
 from saf_demo.command import command as demo
 
 

@@ -17,11 +17,11 @@ from saf.cli.route import warn_of_early
 from saf.config import Broker, Settings, load
 from saf.database import Dsn
 from saf.errors import ConfigurationError, UsageError
-from saf.fleets import Listing as Found
-from saf.plans.difference import Difference, broker_id, difference, listed
-from saf.plans.difference import apply as make_good
-from saf.plans.file import BrokerPlan, Plan, as_tables, broker_plan, check, document, read
-from saf.plans.tables import OTHER, Entries
+from saf.operating.fleets import Listing as Found
+from saf.operating.plans.difference import Difference, broker_id, difference, listed
+from saf.operating.plans.difference import apply as make_good
+from saf.operating.plans.file import BrokerPlan, Plan, as_tables, broker_plan, check, document, read
+from saf.operating.plans.tables import OTHER, Entries
 
 HEADER = (
     "# What the brokers have, as `saf export` has found it; `saf apply FILE` makes them so again.",

@@ -14,10 +14,10 @@ from saf.cli.tables import Table
 from saf.config import Broker, Settings, load
 from saf.database import unavailable_if_lost
 from saf.errors import UsageError
-from saf.fleets import memory
+from saf.operating.fleets import memory
+from saf.operating.repair.new_id import Renewed, give_new_id, place
 from saf.operating.status import Identity, identity
 from saf.operating.wording import counted
-from saf.repair.new_id import Renewed, give_new_id, place
 
 app = typer.Typer(no_args_is_help=True, help="Brokers: the databases with the schema saf.")
 fleets = typer.Typer(no_args_is_help=True, help="Members of fleets, and which are missing.")

@@ -29,17 +29,17 @@ from saf.cli.metrics import Listen, Push, Textfile, published
 from saf.cli.options import grouped
 from saf.config import Settings, load, load_signer
 from saf.database import check_schema, unavailable_if_lost
-from saf.dispatch import envelope, stored
-from saf.dispatch.condition import Book
-from saf.dispatch.dispatcher import Dispatcher, run
-from saf.dispatch.envelope import Request
-from saf.dispatch.http import Client
-from saf.dispatch.replies import Answer, Meaning
-from saf.dispatch.settings import Endpoint, without_query
 from saf.errors import SafError, UsageError
 from saf.message import CONTENT_TYPE
 from saf.operating.endpoints import Following, find
 from saf.received import READ, Received
+from saf.receiving.dispatch import envelope, stored
+from saf.receiving.dispatch.condition import Book
+from saf.receiving.dispatch.dispatcher import Dispatcher, run
+from saf.receiving.dispatch.envelope import Request
+from saf.receiving.dispatch.http import Client
+from saf.receiving.dispatch.replies import Answer, Meaning
+from saf.receiving.dispatch.settings import Endpoint, without_query
 from saf.receiving.stopping import STOP_SECONDS
 from saf.receiving.summary import FOR_A_PERSON, FOR_LATER, Summary
 

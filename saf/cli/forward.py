@@ -26,10 +26,10 @@ from saf.cli.progress import ProgressBar, ProgressLog
 from saf.cli.tables import Table, results_of
 from saf.config import Settings, load, with_options
 from saf.errors import UsageError
-from saf.logger import Log
 from saf.operating.forecast import Forecast, Going, forecast
 from saf.operating.wording import at, counted
 from saf.signals import stop_on_signals
+from saf.telemetry.logger import Log
 
 if TYPE_CHECKING:
     from saf.forwarding.summary import Summary

@@ -14,12 +14,12 @@ from saf.cli.brokers import Config, Where
 from saf.cli.console import echo
 from saf.config import load
 from saf.errors import ConfigurationError, SafError, Unavailable, UsageError
-from saf.logger import Log
-from saf.metrics import process, prometheus
 from saf.operating.figures import asker
 from saf.operating.places import FIRST_SECONDS, Places
 from saf.operating.watch import Watch
 from saf.signals import stop_on_signals
+from saf.telemetry import process, prometheus
+from saf.telemetry.logger import Log
 
 WRITE_SECONDS = 15.0
 """Interval at which a long-running program writes its file."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import rich.progress
 from rich.console import Console
 
-from saf.logger import Log
+from saf.telemetry.logger import Log
 
 if TYPE_CHECKING:
     from saf.forwarding.summary import Progress

@@ -20,10 +20,10 @@ from saf.destinations.marks import Known
 from saf.dialogs.monologs import received_monologs
 from saf.dialogs.one_target import Target, received_dialogs
 from saf.errors import UsageError
+from saf.operating.repair.moved import MovedBy
+from saf.operating.repair.rebase import Rebased, rebase
+from saf.operating.repair.send_again import Sent, send_again
 from saf.operating.wording import counted
-from saf.repair.moved import MovedBy
-from saf.repair.rebase import Rebased, rebase
-from saf.repair.send_again import Sent, send_again
 
 Answer = TypeVar("Answer")
 

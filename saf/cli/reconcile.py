@@ -11,8 +11,8 @@ import typer
 from saf.cli.brokers import AsJson, Config, Name, Round, Since, Until, chosen, routes_of
 from saf.cli.console import Listing, echo, paragraph
 from saf.config import load
+from saf.operating.repair.reconcile import Difference, Outcome, Range, reconcile
 from saf.operating.wording import at, counted
-from saf.repair.reconcile import Difference, Outcome, Range, reconcile
 
 DIFFERENT = 1
 

@@ -15,8 +15,8 @@ from saf.cli.brokers import (
     routes_of,
 )
 from saf.config import Broker, load
+from saf.operating.repair.send_again import Sent, send_again
 from saf.operating.wording import counted
-from saf.repair.send_again import Sent, send_again
 
 
 def command(

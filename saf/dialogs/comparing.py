@@ -125,9 +125,9 @@ def announce(
 ) -> int:
     """Tell all ends that their broker is a new incarnation; return how many dialogs compare.
 
-    This is part of `saf.repair.set_back.raise_incarnation`; no other session may send in a
-    dialog during it. ``since`` is the opening time of the newest batch that a destination knows and
-    this broker does not, if any. ``known`` is the progress of destinations in this broker's
+    This is part of `saf.operating.repair.set_back.raise_incarnation`; no other session may send in
+    a dialog during it. ``since`` is the opening time of the newest batch that a destination knows
+    and this broker does not, if any. ``known`` is the progress of destinations in this broker's
     monologs.
     """
     connection.execute(NEW_LINEAGE, {"since": since})

@@ -9,9 +9,10 @@ because subscribers may have received more than it knows. A forgotten monolog al
 destination has received some of its messages.
 
 *A destination was set back* (`subscribers_set_back`). The repair sends again the messages that the
-destination has lost and the publisher's broker still has (`saf.repair.send_again`). Messages that
-are neither in the destination's inbox nor on their way are lost, or may be: the subscribers get an
-Error in their place. The monolog continues, because it is complete at other destinations.
+destination has lost and the publisher's broker still has (`saf.operating.repair.send_again`).
+Messages that are neither in the destination's inbox nor on their way are lost, or may be: the
+subscribers get an Error in their place. The monolog continues, because it is complete at other
+destinations.
 
 - *The inbox has messages of the monolog.* Messages after the lowest number in the inbox are lost if
   they are neither in the inbox nor on their way. Earlier messages were purged, or do not concern a

@@ -26,10 +26,10 @@ from saf.engine.source_session import SourceSession
 from saf.engine.work import ForwardingRules, Work
 from saf.errors import Ahead, Faulty, SafError, Unavailable, UsageError
 from saf.log.cursor import learn_set_aside
-from saf.logger import Log
 from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
 from saf.setaside.isolation import said
-from saf.tracing.spans import forwarding
+from saf.telemetry.logger import Log
+from saf.telemetry.spans import forwarding
 
 log = Log("saf.task")
 

@@ -19,10 +19,10 @@ from saf.database import Dsn
 from saf.destinations.settings import DestinationSettings
 from saf.engine.survey import Survey
 from saf.log.cursor import Batch
-from saf.metrics.declared import CHUNK_MESSAGES, CHUNK_SECONDS, Tally
-from saf.metrics.process import OTHER
 from saf.routing.matching import Routes
 from saf.setaside.parking import Backoff
+from saf.telemetry.declared import CHUNK_MESSAGES, CHUNK_SECONDS, Tally
+from saf.telemetry.process import OTHER
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -34,8 +34,7 @@ from saf.errors import ConfigurationError, Fenced
 from saf.forwarding.vigil import Vigil
 from saf.log import cursor
 from saf.log.shards import NEWEST, Member
-from saf.logger import Log
-from saf.repair.new_id import Place
+from saf.operating.repair.new_id import Place
 from saf.routing.matching import Routes
 from saf.routing.routers import with_problems
 from saf.routing.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
@@ -43,6 +42,7 @@ from saf.setaside import backoff
 from saf.setaside.backoff import Summary
 from saf.setaside.lane import Kind
 from saf.setaside.parking import Backoff
+from saf.telemetry.logger import Log
 
 log = Log("saf.forward")
 

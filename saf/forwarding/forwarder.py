@@ -37,8 +37,8 @@ from saf.forwarding.summary import Meter, Progress, Summary
 from saf.forwarding.surveys import plan, surveyed, tasks_within
 from saf.forwarding.vigil import BEGIN_SECONDS, SILENT_LEASES, Vigil
 from saf.log.pauses import Pauses
-from saf.logger import Log
 from saf.setaside.backoff import SHOWN
+from saf.telemetry.logger import Log
 
 log = Log("saf.forward")
 

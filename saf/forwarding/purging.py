@@ -16,8 +16,8 @@ from saf.database import Dsn, check_schema, unavailable_if_lost
 from saf.database.background import Background
 from saf.errors import MayNotPurge, SafError, Unexpected
 from saf.forwarding.broker import SourceBroker
-from saf.logger import Log
 from saf.operating.maintenance import count_purged, purge_by_rules
+from saf.telemetry.logger import Log
 
 log = Log("saf.forward")
 

@@ -2,8 +2,8 @@
 
 A broker that fails is a problem of this cycle, and is tried again after 1, 2, 4, … 32 times
 ``interval_seconds``; a run that only drains does not try it again. Fleets are asked again as
-`saf.fleets` describes. Of two brokers with the same broker_id, one is a copy: the copy is not
-forwarded, and neither is if the roster cannot tell which is the copy.
+`saf.operating.fleets` describes. Of two brokers with the same broker_id, one is a copy: the copy is
+not forwarded, and neither is if the roster cannot tell which is the copy.
 
 *Connections.* The driver stays connected to a broker, because a member of a subscription is a
 session. With more brokers than ``max_sessions``, it connects to each in turn, and stays only for
@@ -32,10 +32,10 @@ from saf.database import Dsn
 from saf.destinations.identities import Identities
 from saf.engine.work import Work
 from saf.errors import Fenced, MemberMissing, SafError, SameBroker, SchemaMissing, Unexpected
-from saf.fleets import Candidate, Listing, Member, ask, memory, missing
 from saf.forwarding.broker import SourceBroker
-from saf.logger import Log
+from saf.operating.fleets import Candidate, Listing, Member, ask, memory, missing
 from saf.setaside.parking import wait_seconds
+from saf.telemetry.logger import Log
 
 T = TypeVar("T")
 

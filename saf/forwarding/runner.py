@@ -14,7 +14,7 @@ from typing import Protocol
 from saf.database import Dsn
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Unexpected
-from saf.logger import Log
+from saf.telemetry.logger import Log
 
 log = Log("saf.task")
 

@@ -36,7 +36,7 @@ from saf.engine.survey import ALONE, ONE_SNAPSHOT, NotSurveyed, Survey, export
 from saf.engine.work import Work
 from saf.errors import SafError
 from saf.log.cursor import Batch, join_splits
-from saf.logger import Log
+from saf.telemetry.logger import Log
 
 log = Log("saf.forward")
 

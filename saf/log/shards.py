@@ -32,8 +32,8 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import Fenced
-from saf.metrics.declared import TAKEOVERS
-from saf.metrics.process import count
+from saf.telemetry.declared import TAKEOVERS
+from saf.telemetry.process import count
 
 DEFAULT_SHARDS = 64
 MAX_SHARDS = 1024

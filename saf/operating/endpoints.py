@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from saf.config import Settings, did_you_mean
 from saf.database import check_schema, unavailable_if_lost
-from saf.dispatch.settings import Endpoint
-from saf.dispatch.stored import stored
 from saf.errors import ConfigurationError, SafError
-from saf.logger import Log
 from saf.operating.places import stores
+from saf.receiving.dispatch.settings import Endpoint
+from saf.receiving.dispatch.stored import stored
+from saf.telemetry.logger import Log
 
 log = Log("saf.dispatch")
 

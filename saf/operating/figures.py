@@ -30,12 +30,12 @@ from saf.config import Settings
 from saf.database import fetch
 from saf.log.backlog import Backlog, Part, backlogs
 from saf.log.ring import AGE_COLUMN, SLOTS
-from saf.metrics import declared as m
-from saf.metrics.declared import Metric
-from saf.metrics.process import OTHER, Sample
 from saf.operating.forecast import Way, way
 from saf.routing.routes import current_routes
 from saf.setaside.lane import Kind
+from saf.telemetry import declared as m
+from saf.telemetry.declared import Metric
+from saf.telemetry.process import OTHER, Sample
 
 MOST = 100_000
 """Maximum number of messages set aside to count; larger numbers come from server statistics."""

@@ -26,10 +26,10 @@ from saf.dialogs import conversations
 from saf.engine import kept_results
 from saf.errors import MayNotPurge
 from saf.log.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
-from saf.metrics import declared as m
-from saf.metrics.process import count
 from saf.routing.route_choices import forget
 from saf.sending import staging
+from saf.telemetry import declared as m
+from saf.telemetry.process import count
 
 
 @dataclass(frozen=True, kw_only=True)

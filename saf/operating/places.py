@@ -9,8 +9,8 @@ from threading import Event, Lock, Thread
 
 from saf.config import Broker, Settings
 from saf.errors import ConfigurationError, SafError, Unexpected
-from saf.fleets import Listing, ask, ask_all
-from saf.logger import Log
+from saf.operating.fleets import Listing, ask, ask_all
+from saf.telemetry.logger import Log
 
 REFRESH_SECONDS = 60.0
 """Interval at which fleets list their brokers."""

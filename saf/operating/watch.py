@@ -31,11 +31,11 @@ from saf.config import Broker
 from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import fulfil
 from saf.errors import SafError, SchemaMissing, Unexpected
-from saf.fleets import Candidate
-from saf.logger import Log
-from saf.metrics.declared import READ_SECONDS, UP
-from saf.metrics.process import Sample
 from saf.operating.figures import Ask
+from saf.operating.fleets import Candidate
+from saf.telemetry.declared import READ_SECONDS, UP
+from saf.telemetry.logger import Log
+from saf.telemetry.process import Sample
 
 AT_ONCE = 16
 """Number of brokers queried in parallel."""

@@ -59,7 +59,7 @@ from saf.receiving.retries import Policy
 from saf.signing.keys import Key
 from saf.signing.signer import Signer
 from saf.signing.verifier import Trust
-from saf.tracing import spans
+from saf.telemetry import spans
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine

@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any
 
 from saf.errors import UsageError
-from saf.metrics.declared import HANDLER_SECONDS
-from saf.metrics.process import counting, timed
 from saf.received import Received
-from saf.tracing import carried
-from saf.tracing.spans import processing
+from saf.telemetry import carried
+from saf.telemetry.declared import HANDLER_SECONDS
+from saf.telemetry.process import counting, timed
+from saf.telemetry.spans import processing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,7 +105,7 @@ class Peeked:
     created_at: datetime
     received_at: datetime
     last_answer: str | None
-    """The endpoint's answer to the last attempt, if that failed; see `saf.dispatch`."""
+    """The endpoint's answer to the last attempt, if that failed; see `saf.receiving.dispatch`."""
     answered_at: datetime | None
 
     def as_dict(self) -> dict[str, Any]:

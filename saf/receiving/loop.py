@@ -32,9 +32,6 @@ import psycopg
 
 from saf.errors import Refused, SafError, Unexpected, UsageError
 from saf.failpoints import fail_point
-from saf.logger import Log
-from saf.metrics.declared import FAILED_ATTEMPTS, RECEIVE_SECONDS, RECEIVED
-from saf.metrics.process import count, observe
 from saf.received import Received
 from saf.receiving.arrival import hook
 from saf.receiving.delivery import Delivery
@@ -47,6 +44,9 @@ from saf.receiving.savepoints import Piece, Savepoints
 from saf.receiving.stopping import STOP_SECONDS, Stopping
 from saf.receiving.summary import SetAside, Summary
 from saf.signing.verifier import Trust
+from saf.telemetry.declared import FAILED_ATTEMPTS, RECEIVE_SECONDS, RECEIVED
+from saf.telemetry.logger import Log
+from saf.telemetry.process import count, observe
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine

@@ -17,9 +17,9 @@ import psycopg
 
 from saf.database.dsn import refuse_pooler
 from saf.log.shards import Member
-from saf.logger import Log
 from saf.receiving.claim import BEGIN
 from saf.receiving.link import connected
+from saf.telemetry.logger import Log
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine

@@ -44,7 +44,6 @@ from saf.errors import UsageError
 from saf.failpoints import fail_point
 from saf.log import shards
 from saf.log.pauses import Pauses
-from saf.logger import Log
 from saf.receiving import claim, reading, retries, settlement
 from saf.receiving.arrival import Arrival
 from saf.receiving.delivery import Delivery
@@ -68,7 +67,8 @@ from saf.setaside.isolation import of_messages, said
 from saf.signing.keys import Key
 from saf.signing.signer import Signer
 from saf.signing.verifier import Trust, Verifier
-from saf.tracing import spans
+from saf.telemetry import spans
+from saf.telemetry.logger import Log
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine

@@ -31,11 +31,11 @@ from saf.engine.in_step import InStep
 from saf.engine.resolving import RAISED
 from saf.engine.work import Work
 from saf.errors import SafError, Unavailable
-from saf.logger import Log
 from saf.routing.matching import Router
 from saf.routing.resolved import Resolved
 from saf.spark.expressions import Compiled, with_derived
 from saf.spark.session import first_line
+from saf.telemetry.logger import Log
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

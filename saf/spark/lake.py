@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from saf.destinations.delta import Delta
 from saf.errors import ConfigurationError, MissingExtra
-from saf.logger import Log
+from saf.telemetry.logger import Log
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -27,8 +27,8 @@ from starlette.types import ASGIApp
 
 from saf.config import Settings
 from saf.errors import SafError, Unavailable
-from saf.logger import Log
 from saf.operating.wording import shown
+from saf.telemetry.logger import Log
 from saf.ui import live
 from saf.ui.access import Visitor
 from saf.ui.guard import Attempts, Guarded, KnownHosts

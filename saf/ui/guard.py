@@ -25,8 +25,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from saf.logger import Log
 from saf.operating.wording import shown
+from saf.telemetry.logger import Log
 
 log = Log("saf.ui")
 

@@ -18,9 +18,9 @@ from typing import Any, Literal
 from saf.config import Broker
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError, Unexpected
-from saf.logger import Log
 from saf.operating.decide import Decision, in_chunks
 from saf.setaside.selection import Selection
+from saf.telemetry.logger import Log
 from saf.ui import redaction
 
 KEPT = 100

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from saf.config import Settings
-from saf.metrics import declared as m
-from saf.metrics.declared import Metric
-from saf.metrics.process import Sample
 from saf.operating.figures import asker
 from saf.operating.places import Places
 from saf.operating.watch import Watch
+from saf.telemetry import declared as m
+from saf.telemetry.declared import Metric
+from saf.telemetry.process import Sample
 
 EVERY_SECONDS = 3.0
 """Interval while a page is open."""

@@ -15,8 +15,8 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from saf.config import Settings
 from saf.destinations.identities import Identities
 from saf.errors import ConfigurationError
-from saf.metrics import declared as m
 from saf.operating.places import Places
+from saf.telemetry import declared as m
 from saf.ui.access import Access, Visitor
 from saf.ui.brokers import Brokers
 from saf.ui.jobs import Jobs

@@ -30,8 +30,8 @@ from uuid import UUID
 
 from saf.database import Dsn
 from saf.errors import MissingExtra, NotVerified, SafError, Unavailable, UsageError
-from saf.logger import Log
 from saf.signing.webhook import key_of, verify
+from saf.telemetry.logger import Log
 from saf.webhooks import asgi
 from saf.webhooks.asgi import Entrance, Full
 

@@ -46,10 +46,10 @@ from saf.database import fetch
 from saf.database.bounds import GRACE_SECONDS
 from saf.database.patience import answer_within, shut
 from saf.errors import InvalidMessage, NotVerified, SafError
-from saf.logger import Log
 from saf.message import CONTENT_TYPE, FIRST_DAY, LAST_DAY, OUT_OF_CALENDAR, Message, encode
 from saf.receiving.link import connected
 from saf.signing.webhook import key_of, verify
+from saf.telemetry.logger import Log
 from saf.webhooks import asgi
 from saf.webhooks.asgi import Entrance, Full
 from saf.webhooks.event import Event, NoEvent, event

@@ -10,7 +10,7 @@ from saf.broker.embedded import EmbeddedServer
 from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
-from saf.repair.rebase import rebase
+from saf.operating.repair.rebase import rebase
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass, run, send
 from tests.restored import burn_transaction_ids, elsewhere, repair, restore
 

@@ -20,7 +20,7 @@ from saf.errors import Refused, Unavailable
 from saf.failpoints import arm
 from saf.log.ring import Contents
 from saf.operating.maintenance import Outcome, purge_broker
-from saf.repair.set_back import raise_incarnation
+from saf.operating.repair.set_back import raise_incarnation
 from tests.archives import (
     DONE,
     FORMS,

@@ -10,8 +10,8 @@ import pytest
 
 from saf.broker import services
 from saf.database import Dsn, fetch
-from saf.dispatch import condition
-from saf.dispatch.condition import Book
+from saf.receiving.dispatch import condition
+from saf.receiving.dispatch.condition import Book
 from tests.pipeline import connect
 
 Connection = psycopg.Connection[Any]

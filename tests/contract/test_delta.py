@@ -20,8 +20,8 @@ from saf.destinations.delta import Delta
 from saf.destinations.delta.files import Files
 from saf.destinations.delta.table import optimize
 from saf.errors import Fenced, Refused, SafError, Unavailable
-from saf.repair.send_again import send_again
-from saf.repair.set_back import set_back
+from saf.operating.repair.send_again import send_again
+from saf.operating.repair.set_back import set_back
 from saf.routing.routes import current_routes
 from saf.testing.forwarder import Forwarder, Row
 from tests.delta_table import commits, messages, rows, texts

@@ -32,23 +32,23 @@ import saf
 from saf.broker.services import create_services, subscription
 from saf.config import load
 from saf.database import Dsn, fetch
-from saf.dispatch import dispatcher as running
-from saf.dispatch import marking, read_ahead, source
-from saf.dispatch.condition import Book
-from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.progress import InHand, Mark
-from saf.dispatch.session import LOOK_SECONDS
-from saf.dispatch.settings import Endpoint
-from saf.dispatch.window import Marks, Window
 from saf.errors import ConfigurationError, Fenced, Restored, Unavailable
 from saf.log.shards import Member
 from saf.operating.decide import retry
 from saf.operating.endpoints import find
+from saf.operating.repair.rebase import rebase
 from saf.receiving import link
+from saf.receiving.dispatch import dispatcher as running
+from saf.receiving.dispatch import marking, read_ahead, source
+from saf.receiving.dispatch.condition import Book
+from saf.receiving.dispatch.dispatcher import Dispatcher
+from saf.receiving.dispatch.progress import InHand, Mark
+from saf.receiving.dispatch.session import LOOK_SECONDS
+from saf.receiving.dispatch.settings import Endpoint
+from saf.receiving.dispatch.window import Marks, Window
 from saf.receiving.hand import Reader
 from saf.receiving.inbox import inbox_status
 from saf.receiving.retries import Waiting
-from saf.repair.rebase import rebase
 from saf.setaside.selection import DeadLetters
 from tests.endpoints import (
     Got,

@@ -11,14 +11,14 @@ from uuid import uuid4
 import pytest
 
 from saf.database import Dsn
-from saf.dispatch import sending
-from saf.dispatch.condition import Book
-from saf.dispatch.judging import Judge
-from saf.dispatch.progress import InHand
-from saf.dispatch.replies import Answer, Meaning
-from saf.dispatch.settings import Endpoint
-from saf.dispatch.window import Window
 from saf.received import READ, Received
+from saf.receiving.dispatch import sending
+from saf.receiving.dispatch.condition import Book
+from saf.receiving.dispatch.judging import Judge
+from saf.receiving.dispatch.progress import InHand
+from saf.receiving.dispatch.replies import Answer, Meaning
+from saf.receiving.dispatch.settings import Endpoint
+from saf.receiving.dispatch.window import Window
 from tests.endpoints import (
     Got,
     Partner,

@@ -13,10 +13,10 @@ from urllib.parse import parse_qs
 import pytest
 from pydantic import SecretStr
 
-from saf.dispatch.envelope import Request
-from saf.dispatch.http import Client
-from saf.dispatch.replies import Answer, Meaning
-from saf.dispatch.settings import Endpoint
+from saf.receiving.dispatch.envelope import Request
+from saf.receiving.dispatch.http import Client
+from saf.receiving.dispatch.replies import Answer, Meaning
+from saf.receiving.dispatch.settings import Endpoint
 from tests.endpoints import Got, Partner, Reply, listening, serving
 
 

@@ -12,10 +12,10 @@ import pytest
 from pydantic import SecretStr
 
 from saf.database import Dsn, fetch
-from saf.dispatch.envelope import Request
-from saf.dispatch.http import Client
-from saf.dispatch.replies import Answer, Meaning
-from saf.dispatch.settings import Endpoint
+from saf.receiving.dispatch.envelope import Request
+from saf.receiving.dispatch.http import Client
+from saf.receiving.dispatch.replies import Answer, Meaning
+from saf.receiving.dispatch.settings import Endpoint
 from tests.endpoints import Got, Partner, Reply, behind_nginx, dispatch, listening, serving
 from tests.pipeline import connect
 from tests.receivers import prepare, store

@@ -12,9 +12,9 @@ import pytest
 from saf.broker.migrate import migrate
 from saf.broker.services import subscription
 from saf.database import Dsn
-from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.session import Session
 from saf.log.shards import Member
+from saf.receiving.dispatch.dispatcher import Dispatcher
+from saf.receiving.dispatch.session import Session
 from tests.endpoints import Partner, dispatcher, dispatching, held, partner
 from tests.pipeline import connect
 from tests.receivers import SUBSCRIPTION, prepare, put

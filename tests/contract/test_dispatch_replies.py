@@ -10,9 +10,9 @@ import pytest
 
 import saf
 from saf.database import Dsn, fetch
-from saf.dispatch.dispatcher import Dispatcher, run
 from saf.log.shards import DEFAULT_SHARDS, shard_of
 from saf.message import SIGNATURE
+from saf.receiving.dispatch.dispatcher import Dispatcher, run
 from tests import dialogs
 from tests.dialogs import SHOP, WAREHOUSE
 from tests.endpoints import (

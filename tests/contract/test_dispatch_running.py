@@ -14,9 +14,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from saf.database import Dsn
-from saf.dispatch import dispatcher as running
-from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.settings import Endpoint
+from saf.receiving.dispatch import dispatcher as running
+from saf.receiving.dispatch.dispatcher import Dispatcher
+from saf.receiving.dispatch.settings import Endpoint
 from tests.endpoints import Partner, dispatcher, inbox, partner
 from tests.pipeline import connect
 from tests.receivers import put

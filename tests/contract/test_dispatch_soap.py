@@ -11,9 +11,9 @@ from xml.sax.saxutils import escape
 import pytest
 
 from saf.database import Dsn, fetch
-from saf.dispatch.http import Client
-from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError
+from saf.receiving.dispatch.http import Client
+from saf.receiving.dispatch.settings import Endpoint
 from tests.endpoints import Got, Partner, Reply, dispatch, serving
 from tests.pipeline import connect
 from tests.receivers import dead, prepare, put, waiting

@@ -17,12 +17,12 @@ from structlog.testing import capture_logs
 
 from saf.broker.services import create_services, subscription
 from saf.database import Dsn, fetch
-from saf.dispatch import dispatcher, stored
-from saf.dispatch.condition import Book
-from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.session import Session
-from saf.dispatch.settings import Endpoint
 from saf.errors import EndpointRemoved
+from saf.receiving.dispatch import dispatcher, stored
+from saf.receiving.dispatch.condition import Book
+from saf.receiving.dispatch.dispatcher import Dispatcher
+from saf.receiving.dispatch.session import Session
+from saf.receiving.dispatch.settings import Endpoint
 from tests.endpoints import Partner, dispatching, held, inbox, partner, serving, state
 from tests.pipeline import connect
 from tests.receivers import SUBSCRIPTION, put

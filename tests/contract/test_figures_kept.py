@@ -10,8 +10,8 @@ import psycopg
 from saf.config import Broker, Settings
 from saf.database import Dsn
 from saf.destinations.postgresql import Postgresql
-from saf.metrics.declared import PENDING
 from saf.operating.figures import Ask, asker
+from saf.telemetry.declared import PENDING
 from tests.destinations import NOWHERE
 from tests.pipeline import connect, new_member, send
 from tests.waits import until

@@ -11,11 +11,11 @@ import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.inbox import PostgresInbox
-from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.dispatcher import run as run_dispatchers
-from saf.dispatch.settings import Endpoint
 from saf.errors import Restored, RowsGone
-from saf.repair.rebase import rebase
+from saf.operating.repair.rebase import rebase
+from saf.receiving.dispatch.dispatcher import Dispatcher
+from saf.receiving.dispatch.dispatcher import run as run_dispatchers
+from saf.receiving.dispatch.settings import Endpoint
 from saf.spark.table import part
 from tests.pipeline import bodies, connect, forward, let_time_pass, run, send
 from tests.receivers import DOUBLE

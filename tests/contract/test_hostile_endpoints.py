@@ -18,11 +18,11 @@ import pytest
 from standardwebhooks.webhooks import Webhook
 
 import saf.webhooks
-from saf.dispatch.envelope import Request
-from saf.dispatch.http import Client
-from saf.dispatch.replies import Answer, Meaning
-from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError, NotVerified
+from saf.receiving.dispatch.envelope import Request
+from saf.receiving.dispatch.http import Client
+from saf.receiving.dispatch.replies import Answer, Meaning
+from saf.receiving.dispatch.settings import Endpoint
 from saf.webhooks import verify
 from tests.endpoints import Got, Partner, Reply, listening, serving
 from tests.needed import needed

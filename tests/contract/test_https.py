@@ -43,7 +43,7 @@ from saf.errors import (
 )
 from saf.log.ring import purge
 from saf.operating.decide import discard
-from saf.repair.send_again import Sent, send_again
+from saf.operating.repair.send_again import Sent, send_again
 from saf.routing.routes import add_topic, current_routes
 from saf.setaside.lane import Kind
 from saf.setaside.selection import ParkedMessages

@@ -25,8 +25,8 @@ from saf.database.bounds import Bounds
 from saf.destinations.iceberg import Iceberg
 from saf.destinations.iceberg.link import Link
 from saf.errors import Behind, Fenced, Refused, SafError, Unavailable
-from saf.repair.send_again import send_again
-from saf.repair.set_back import set_back
+from saf.operating.repair.send_again import send_again
+from saf.operating.repair.set_back import set_back
 from saf.routing.routes import current_routes
 from saf.testing.forwarder import Forwarder
 from tests.endpoints import listening

@@ -25,9 +25,9 @@ from saf.destinations.tables import uuid_hashes
 from saf.errors import CannotReadBack, Refused, Unavailable
 from saf.failpoints import arm
 from saf.operating.doctor import examine
-from saf.repair.reconcile import Outcome, reconcile
-from saf.repair.send_again import send_again
-from saf.repair.set_back import set_back
+from saf.operating.repair.reconcile import Outcome, reconcile
+from saf.operating.repair.send_again import send_again
+from saf.operating.repair.set_back import set_back
 from saf.routing.routes import current_routes
 from tests.destinations import route, send_to
 from tests.pipeline import (

@@ -30,7 +30,7 @@ from saf.destinations.kafka import Kafka
 from saf.destinations.kafka.server import Link
 from saf.destinations.marks import MAIN, ONCE
 from saf.errors import Fenced, Refused, Rejected, SafError, Unavailable
-from saf.repair.reconcile import reconcile
+from saf.operating.repair.reconcile import reconcile
 from saf.testing.forwarder import SHARDS, Forwarder, all_stored
 from tests.destinations import send_to
 from tests.kafka_server import BOUNDS, ENDS, PASSWORD, KafkaQueue, KafkaServer, LossyKafka

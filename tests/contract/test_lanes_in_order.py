@@ -13,7 +13,7 @@ from saf.errors import Unavailable
 from saf.failpoints import arm
 from saf.log.shards import shard_of
 from saf.operating import decide
-from saf.repair.replay import replay
+from saf.operating.repair.replay import replay
 from saf.routing.matching import Route, Routes
 from saf.routing.routers import add_router
 from saf.setaside.selection import DeadLetters

@@ -16,7 +16,7 @@ from saf.database import Dsn
 from saf.destinations.nats import Nats
 from saf.destinations.nats.connection import Connection, Message, NoResponders, of, status
 from saf.errors import Fenced, Refused, Rejected, Unavailable
-from saf.repair.reconcile import reconcile
+from saf.operating.repair.reconcile import reconcile
 from saf.setaside.lane import Kind
 from saf.testing.forwarder import Forwarder, all_stored
 from tests.nats_server import NatsServer, nats_server

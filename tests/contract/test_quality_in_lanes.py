@@ -9,7 +9,7 @@ import pytest
 from saf.database import Dsn, fetch
 from saf.failpoints import arm
 from saf.operating import decide
-from saf.repair.replay import replay
+from saf.operating.repair.replay import replay
 from saf.routing.matching import Route, Routes
 from saf.setaside.selection import DeadLetters
 from tests.destinations import NOWHERE, count, route, send_to

@@ -17,7 +17,7 @@ from saf.database.bounds import Bounds
 from saf.destinations import Refusal
 from saf.destinations.rabbitmq import Rabbitmq
 from saf.errors import Refused, Rejected, Unavailable
-from saf.repair.reconcile import reconcile
+from saf.operating.repair.reconcile import reconcile
 from saf.testing.forwarder import Forwarder, all_stored
 from saf_demo.servers import free_port
 from tests.certificates import signed

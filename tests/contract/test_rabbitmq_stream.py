@@ -20,7 +20,7 @@ from saf.destinations.rabbitmq_stream.connection import Command, pairs, text
 from saf.destinations.rabbitmq_stream.journal import BATCH_BITS, publishing_ids
 from saf.destinations.rabbitmq_stream.streams import Publishers
 from saf.errors import Ahead, Rejected, Unavailable
-from saf.repair.reconcile import reconcile
+from saf.operating.repair.reconcile import reconcile
 from saf.setaside.lane import Kind
 from saf.testing.forwarder import Forwarder, all_stored
 from tests.destinations import send_to

@@ -10,7 +10,7 @@ from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.reading import known_at
 from saf.errors import Restored
-from saf.repair.rebase import rebase
+from saf.operating.repair.rebase import rebase
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, run, send
 from tests.receivers import SUBSCRIPTION, prepare, put
 from tests.restored import burn_transaction_ids, elsewhere, repair, restore

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 from saf.database import Dsn
 from saf.operating import decide
-from saf.repair.reconcile import Outcome, reconcile
+from saf.operating.repair.reconcile import Outcome, reconcile
 from saf.setaside.dropped import Reason, add
 from saf.setaside.selection import DeadLetters
 from tests.pipeline import Cycle, connect, forward, forwarding_rules, send, stores

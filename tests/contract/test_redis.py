@@ -12,8 +12,8 @@ from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
 from saf.destinations.redis import Redis
 from saf.errors import Unavailable
-from saf.repair.reconcile import reconcile
-from saf.repair.send_again import send_again
+from saf.operating.repair.reconcile import reconcile
+from saf.operating.repair.send_again import send_again
 from saf.routing.routes import current_routes
 from saf.testing.forwarder import Forwarder, all_stored
 from tests.lossy import Lossy

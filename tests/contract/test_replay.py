@@ -11,8 +11,8 @@ import pytest
 
 from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn, fetch
-from saf.repair.replay import CHUNK, replay
-from saf.repair.send_again import TAKE_TURN, send_again
+from saf.operating.repair.replay import CHUNK, replay
+from saf.operating.repair.send_again import TAKE_TURN, send_again
 from saf.routing.matching import Route, Routes
 from tests.pipeline import bodies, connect, run, send, stores
 from tests.programs import BIN, configuration, environment, saf
@@ -25,7 +25,7 @@ ROUTES = Routes(routes=(Route(destination="mom"),))
 def test_what_a_restored_store_lost_arrives_before_what_was_sent_since(
     app: Dsn, mom: Dsn, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr("saf.repair.replay.CHUNK", chunk)
+    monkeypatch.setattr("saf.operating.repair.replay.CHUNK", chunk)
     with connect(app) as connection:
         for number in range(10):
             send(connection, str(number), key=str(number % 2))

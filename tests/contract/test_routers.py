@@ -17,8 +17,8 @@ from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError, UsageError
 from saf.failpoints import arm
 from saf.operating import decide
-from saf.repair.reconcile import reconcile
-from saf.repair.replay import replay
+from saf.operating.repair.reconcile import reconcile
+from saf.operating.repair.replay import replay
 from saf.routing.matching import Router
 from saf.routing.route_choices import forget
 from saf.routing.routers import add_router, enable_router, remove_router

@@ -11,9 +11,9 @@ from saf.database import Dsn, fetch
 from saf.destinations.postgresql.reading import known_at
 from saf.dialogs.comparing import compare
 from saf.dialogs.statements import Code
-from saf.repair.rebase import rebase
-from saf.repair.reconcile import missing
-from saf.repair.send_again import send_again
+from saf.operating.repair.rebase import rebase
+from saf.operating.repair.reconcile import missing
+from saf.operating.repair.send_again import send_again
 from saf.routing.routes import current_routes
 from tests.dialogs import ERROR, SHOP, begin, receive, said, say
 from tests.hub import Hub

@@ -20,8 +20,8 @@ from saf.failpoints import arm
 from saf.forwarding.runner import run_item
 from saf.log.cursor import TIMES
 from saf.operating.decide import discard, redirect
-from saf.repair.rebase import rebase
-from saf.repair.send_again import Sent, send_again
+from saf.operating.repair.rebase import rebase
+from saf.operating.repair.send_again import Sent, send_again
 from saf.routing.routes import current_routes
 from saf.setaside.selection import DeadLetters, ParkedMessages
 from tests.pipeline import (

@@ -11,7 +11,7 @@ import pytest
 
 from saf.broker import services
 from saf.destinations.marks import MAIN, Known, Mark
-from saf.repair.set_back import remembered, set_back
+from saf.operating.repair.set_back import remembered, set_back
 from tests.destinations import subscription
 
 Connection = psycopg.Connection[Any]

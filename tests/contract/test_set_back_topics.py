@@ -16,8 +16,8 @@ from saf.database import Dsn, fetch
 from saf.destinations.marks import Known
 from saf.destinations.postgresql import Postgresql
 from saf.operating import decide
-from saf.repair.reconcile import reconcile
-from saf.repair.send_again import Sent, send_again
+from saf.operating.repair.reconcile import reconcile
+from saf.operating.repair.send_again import Sent, send_again
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic, current_routes, remove_route, remove_topic
 from saf.setaside.selection import DeadLetters

@@ -25,7 +25,7 @@ from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.destinations.postgresql.reading import known_at
 from saf.errors import ConfigurationError, RowsGone, UsageError
 from saf.operating.maintenance import purge_broker
-from saf.repair.rebase import rebase
+from saf.operating.repair.rebase import rebase
 from saf.routing.routes import add_route
 from tests.pipeline import Cycle, bodies, connect, drain, forward, forwarding_rules, run, send
 from tests.programs import ROOT, configuration

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from saf.dispatch.calls import NOT_SOAP as NO_SOAP
-from saf.dispatch.calls import NOT_XMLRPC as UNKNOWN
-from saf.dispatch.calls import Call, Soap, XmlRpc
+from saf.receiving.dispatch.calls import NOT_SOAP as NO_SOAP
+from saf.receiving.dispatch.calls import NOT_XMLRPC as UNKNOWN
+from saf.receiving.dispatch.calls import Call, Soap, XmlRpc
 from tests.soap import NS, WSDL, envelope
 
 SECRET = "s3kr1t"

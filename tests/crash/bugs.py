@@ -30,8 +30,8 @@ from saf.errors import Rejected
 from saf.log import cursor, ring
 from saf.log.cursor import Batch
 from saf.log.offset import Offset, between
+from saf.operating.repair import rebase, send_again
 from saf.receiving import claim
-from saf.repair import rebase, send_again
 from saf.sending import staging
 from saf.setaside import dead, dropped, parking
 from saf.setaside.dropped import Reason

@@ -25,11 +25,11 @@ from typing import Any
 
 from saf.broker.services import create_subscription
 from saf.database import Dsn, fetch
-from saf.dispatch import dispatcher as dispatching
-from saf.dispatch import session
-from saf.dispatch.dispatcher import Dispatcher, run
-from saf.dispatch.settings import Endpoint
 from saf.errors import Unavailable
+from saf.receiving.dispatch import dispatcher as dispatching
+from saf.receiving.dispatch import session
+from saf.receiving.dispatch.dispatcher import Dispatcher, run
+from saf.receiving.dispatch.settings import Endpoint
 from tests.crash.forwarders import FASTER, LEASE_SECONDS, hurry
 from tests.crash.plan import Fault, Plan, plan
 from tests.crash.site import Site

@@ -14,15 +14,15 @@ from saf.config import Ui
 from saf.dialogs.assembly import is_fragment, whole
 from saf.dialogs.contracts import MessageType
 from saf.dialogs.facts import Facts
-from saf.dispatch import envelope
-from saf.dispatch.calls import XmlRpc
 from saf.engine.transforming import written
 from saf.errors import SchemaViolation, UnreadableBody, UnreadableHeaders
 from saf.message import STRICT
 from saf.received import READ, Received
+from saf.receiving.dispatch import envelope
+from saf.receiving.dispatch.calls import XmlRpc
 from saf.signing.verifier import Refusal, Trust, Verifier
 from saf.spark.table.fields import members
-from saf.tracing.carried import carrier_of, context_of
+from saf.telemetry.carried import carrier_of, context_of
 from saf.ui.redaction import Redaction
 from tests.fuzz.target import Target, documents, encoded
 from tests.signing import key

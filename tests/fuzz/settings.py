@@ -17,7 +17,7 @@ from saf import config
 from saf.database import Dsn
 from saf.errors import ConfigurationError
 from saf.log.offset import Offset
-from saf.plans import file as plans
+from saf.operating.plans import file as plans
 from tests.fuzz.target import Target, documents, encoded, nearly
 
 SECRET = "s3kr1t"

@@ -15,11 +15,11 @@ from saf.destinations.events import MEDIA_TYPE, attributes_of
 from saf.destinations.https import wire
 from saf.destinations.https.chunks import METADATA, body_of, chunk_of
 from saf.destinations.mapping import _own
-from saf.dispatch.calls import XmlRpc
-from saf.dispatch.credentials import NoToken, parsed
-from saf.dispatch.replies import retry_after
 from saf.errors import InvalidMessage, NotVerified, Rejected
 from saf.message import Message, encode
+from saf.receiving.dispatch.calls import XmlRpc
+from saf.receiving.dispatch.credentials import NoToken, parsed
+from saf.receiving.dispatch.replies import retry_after
 from saf.signing import webhook
 from saf.testing.forwarder import Forwarder
 from saf.webhooks.event import NoEvent, event

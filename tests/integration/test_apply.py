@@ -18,9 +18,9 @@ from saf.broker.senders import senders
 from saf.database import Dsn
 from saf.dialogs.contracts import contracts
 from saf.errors import ConfigurationError
-from saf.plans.difference import apply, difference
-from saf.plans.file import read
-from saf.plans.tables import granted
+from saf.operating.plans.difference import apply, difference
+from saf.operating.plans.file import read
+from saf.operating.plans.tables import granted
 from saf.routing import routes
 from tests.pipeline import connect
 from tests.programs import configuration, saf

@@ -17,7 +17,7 @@ from saf.config import load
 from saf.database import Dsn
 from saf.errors import UsageError
 from saf.forwarding.roster import Roster
-from saf.repair.new_id import give_new_id
+from saf.operating.repair.new_id import give_new_id
 from tests.pipeline import bodies, connect, new_member, send
 from tests.programs import configuration, last_json, saf
 

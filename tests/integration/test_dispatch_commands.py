@@ -15,7 +15,7 @@ import pytest
 
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from saf.dispatch import stored
+from saf.receiving.dispatch import stored
 from saf.webhooks import verify
 from tests.endpoints import Partner, inbox, partner, state
 from tests.pipeline import connect

@@ -26,11 +26,11 @@ from saf.broker.services import subscription
 from saf.config import Broker, Settings, Waits, load
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import Postgresql
-from saf.dispatch.condition import Book
 from saf.errors import Braked
 from saf.log import stream
 from saf.operating.doctor import Finding, Limits, examine
 from saf.operating.doctor.examination import BROKER
+from saf.receiving.dispatch.condition import Book
 from saf.setaside.backoff import postpone
 from saf.setaside.lane import Lane
 from tests.destinations import subscription as number_of

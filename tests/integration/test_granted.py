@@ -21,11 +21,6 @@ from saf.broker import services
 from saf.broker.senders import add_senders
 from saf.config import load
 from saf.database import Dsn, fetch
-from saf.dispatch import stored
-from saf.dispatch.condition import Book
-from saf.dispatch.dispatcher import Dispatcher
-from saf.dispatch.dispatcher import run as run_dispatchers
-from saf.dispatch.settings import Endpoint
 from saf.errors import ConfigurationError
 from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.runner import InProcess
@@ -34,9 +29,14 @@ from saf.log.shards import Member
 from saf.operating import decide, outbox
 from saf.operating.forecast import forecast
 from saf.operating.members import memberships
+from saf.operating.repair.send_again import send_again
 from saf.operating.status import broker_status, identity
+from saf.receiving.dispatch import stored
+from saf.receiving.dispatch.condition import Book
+from saf.receiving.dispatch.dispatcher import Dispatcher
+from saf.receiving.dispatch.dispatcher import run as run_dispatchers
+from saf.receiving.dispatch.settings import Endpoint
 from saf.receiving.inbox import inbox_status
-from saf.repair.send_again import send_again
 from saf.routing.routers import add_router
 from saf.routing.routes import (
     NOTHING,

@@ -13,7 +13,7 @@ from psycopg.conninfo import make_conninfo
 from saf.broker import services
 from saf.config import load
 from saf.database import Dsn, fetch
-from saf.plans.tables import granted
+from saf.operating.plans.tables import granted
 from tests.pipeline import connect, send
 from tests.programs import saf
 

@@ -22,7 +22,7 @@ from saf import config
 from saf.config import load
 from saf.database import Dsn
 from saf.destinations.postgresql import Postgresql
-from saf.dispatch.settings import Endpoint
+from saf.receiving.dispatch.settings import Endpoint
 from tests.needed import needed
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, configuration, received, run, saf, send

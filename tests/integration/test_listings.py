@@ -15,7 +15,7 @@ from saf.broker.services import create_service, create_subscription
 from saf.cli import app as app_of_saf
 from saf.database import Dsn
 from saf.dialogs.contracts import create_contract, create_message_type
-from saf.dispatch.stored import add
+from saf.receiving.dispatch.stored import add
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic
 from tests.pipeline import connect, forward, send

@@ -18,9 +18,9 @@ from saf import create_service
 from saf.broker.grants import Kind, grant
 from saf.config import Broker, load
 from saf.database import Dsn
-from saf.dispatch.condition import Book
 from saf.operating.figures import asker
 from saf.operating.watch import Watch
+from saf.receiving.dispatch.condition import Book
 from saf.routing.routes import add_route
 from saf_demo.servers import free_port
 from tests.endpoints import Partner, listening, serving

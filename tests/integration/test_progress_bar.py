@@ -20,7 +20,7 @@ from saf.cli import _configure_logging
 from saf.cli.console import echo, plain_console
 from saf.cli.progress import ProgressBar
 from saf.forwarding.summary import Progress
-from saf.logger import Log
+from saf.telemetry.logger import Log
 
 _configure_logging()
 bar = ProgressBar(plain_console(stderr=True))

@@ -19,8 +19,8 @@ from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError, Restored, Unavailable
 from saf.log.ring import SLOT_ROWS, purge
 from saf.operating import decide
-from saf.repair.reconcile import Outcome, missing, reconcile
-from saf.repair.reconcile.outcome import read_both
+from saf.operating.repair.reconcile import Outcome, missing, reconcile
+from saf.operating.repair.reconcile.outcome import read_both
 from saf.routing.routes import add_route, add_topic, remove_topic
 from saf.setaside.selection import DeadLetters
 from tests.pipeline import Cycle, connect, forward, forwarding_rules, stores

@@ -7,8 +7,8 @@ import pytest
 from saf.broker.migrate import migrate
 from saf.database import Dsn
 from saf.errors import UsageError
-from saf.repair.moved import MovedBy
-from saf.repair.rebase import rebase
+from saf.operating.repair.moved import MovedBy
+from saf.operating.repair.rebase import rebase
 from tests.moves import ways
 from tests.moves.conftest import Site
 from tests.moves.ways import burn, delivers_all, repair, send_numbers

@@ -8,7 +8,7 @@ import pytest
 
 from saf import Restored
 from saf.database import fetch
-from saf.repair.moved import MovedBy
+from saf.operating.repair.moved import MovedBy
 from tests.moves.conftest import Site
 from tests.moves.ways import (
     arrived,

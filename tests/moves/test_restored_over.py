@@ -10,9 +10,9 @@ from saf.config import Broker, Settings
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import Postgresql
 from saf.operating.doctor import examine
-from saf.repair.rebase import rebase
-from saf.repair.reconcile import missing, reconcile
-from saf.repair.replay import replay
+from saf.operating.repair.rebase import rebase
+from saf.operating.repair.reconcile import missing, reconcile
+from saf.operating.repair.replay import replay
 from saf.routing.matching import Route, Routes
 from tests.moves import ways
 from tests.moves.conftest import Site

@@ -23,7 +23,7 @@ from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.reading import known_at
 from saf.errors import UsageError
-from saf.repair.rebase import rebase
+from saf.operating.repair.rebase import rebase
 from tests.needed import absent, needed
 from tests.pages import blocks, page
 from tests.pipeline import bodies, connect, let_time_pass, run

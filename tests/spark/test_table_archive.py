@@ -19,7 +19,7 @@ from saf.destinations.kinds import archive_at
 from saf.errors import ConfigurationError, PurgedMeanwhile, Refused, Unavailable
 from saf.failpoints import arm
 from saf.operating.maintenance import purge_broker
-from saf.repair.set_back import raise_incarnation
+from saf.operating.repair.set_back import raise_incarnation
 from saf.spark.table import archived
 from tests.archives import DONE, FORMS, Reading, fill, in_log, may_go, next_slot, place, texts
 from tests.dying import Crash, crash

@@ -14,9 +14,9 @@ import pytest
 
 from saf.broker.embedded import DEFAULT_VERSION
 from saf.log import offset
+from saf.operating.repair import rebase, send_again
 from saf.receiving import claim
 from saf.receiving.hand import Hand
-from saf.repair import rebase, send_again
 from tests.conftest import Servers
 from tests.crash import bugs
 from tests.stateful.machines import MACHINES

@@ -14,9 +14,9 @@ import pytest
 
 import saf
 from saf.errors import ConfigurationError, UsageError
-from saf.metrics import declared, process, prometheus
-from saf.metrics.declared import CHUNK_MESSAGES, CYCLES, FORWARDED, METRICS, Tally
-from saf.metrics.process import MOST_SERIES, OTHER, count, observe, timed
+from saf.telemetry import declared, process, prometheus
+from saf.telemetry.declared import CHUNK_MESSAGES, CYCLES, FORWARDED, METRICS, Tally
+from saf.telemetry.process import MOST_SERIES, OTHER, count, observe, timed
 from tests.scraping import families, series, value
 
 HERE = Path(saf.__file__).parent
@@ -90,10 +90,10 @@ def test_only_one_module_knows_the_library_and_none_loads_it_before_somebody_wan
         if isinstance(node, (ast.Import, ast.ImportFrom))
         and "prometheus_client" in ast.unparse(node)
     ]
-    assert set(knows) == {"metrics/prometheus.py"}
+    assert set(knows) == {"telemetry/prometheus.py"}
     ask = (
         "import sys, saf, saf.cli, saf.forwarding.forwarder, saf.engine.task, "
-        "saf.dispatch.dispatcher; print('prometheus_client' in sys.modules)"
+        "saf.receiving.dispatch.dispatcher; print('prometheus_client' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -6,7 +6,7 @@ import ipaddress
 
 import pytest
 
-from saf.dispatch.transport import address_check, is_public
+from saf.receiving.dispatch.transport import address_check, is_public
 
 PUBLIC = (
     "93.184.216.34", "8.8.8.8", "1.1.1.1", "9.255.255.255", "11.0.0.0", "100.63.255.255",

@@ -9,9 +9,9 @@ from uuid import UUID
 import pytest
 
 from saf.destinations.reading import Entry
-from saf.repair.reconcile.comparing import Unread
-from saf.repair.reconcile.copies import Copies, Lacking
-from saf.repair.send_again import Blind
+from saf.operating.repair.reconcile.comparing import Unread
+from saf.operating.repair.reconcile.copies import Copies, Lacking
+from saf.operating.repair.send_again import Blind
 from saf.routing.matching import Route, Routes
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)

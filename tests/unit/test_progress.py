@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saf.dispatch.progress import NONE, InHand, Mark
+from saf.receiving.dispatch.progress import NONE, InHand, Mark
 
 
 def ids_of(text: str) -> set[int]:
@@ -30,7 +30,7 @@ class Stored:
     closed: bool = False
 
     def write(self, mark: Mark) -> None:
-        """As `saf.dispatch.marking` does."""
+        """As `saf.receiving.dispatch.marking` does."""
         assert not self.closed
         assert mark.closed or mark.position >= self.position
         self.position, self.closed = mark.position, mark.closed

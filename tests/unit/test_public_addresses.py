@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from saf.dispatch.transport import address_check, is_public
+from saf.receiving.dispatch.transport import address_check, is_public
 
 
 @pytest.mark.parametrize("address", ["4000::1", "e000::1", "240.0.0.1", "255.255.255.255"])

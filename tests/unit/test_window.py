@@ -7,11 +7,11 @@ from uuid import UUID
 
 import pytest
 
-from saf.dispatch.progress import InHand
-from saf.dispatch.walk import State, send
-from saf.dispatch.window import Window
 from saf.errors import Fenced
 from saf.received import READ, Received
+from saf.receiving.dispatch.progress import InHand
+from saf.receiving.dispatch.walk import State, send
+from saf.receiving.dispatch.window import Window
 from saf.receiving.retries import Waiting
 
 

@@ -33,9 +33,9 @@ from saf.errors import REFILL, RowsGone, SafError, SchemaError, in_words
 from saf.log import lineage
 from saf.log.cursor import COMPLETE
 from saf.operating.doctor.patient import Check, Found, Patient, Severity
+from saf.operating.repair.set_back import IDENTITY, SetBack, remembered
+from saf.operating.repair.set_back import set_back as who_was
 from saf.operating.wording import counted
-from saf.repair.set_back import IDENTITY, SetBack, remembered
-from saf.repair.set_back import set_back as who_was
 from saf.setaside import lane
 from saf.setaside.backoff import SHOWN
 from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE

@@ -23,7 +23,6 @@ from saf.errors import (
     SameBroker,
     Unavailable,
 )
-from saf.fleets import Candidate, Listing, ask_all, memory, missing
 from saf.operating.doctor.ageing import (
     dialogs_blocked,
     dialogs_expired,
@@ -67,7 +66,8 @@ from saf.operating.doctor.server import (
     skew_of,
     synchronous_commit,
 )
-from saf.repair.new_id import Place, place
+from saf.operating.fleets import Candidate, Listing, ask_all, memory, missing
+from saf.operating.repair.new_id import Place, place
 
 SERVER: tuple[Check, ...] = (
     locks,

@@ -46,12 +46,12 @@ from saf.config import Broker, did_you_mean, load
 from saf.database import Dsn
 from saf.destinations.kinds import table_at
 from saf.errors import ConfigurationError
-from saf.fleets import ask
 from saf.log.offset import NO_LIMIT, Limit
 from saf.log.shards import MAX_SHARDS
 from saf.log.stream import Start
-from saf.logger import Log
 from saf.message import MAX_NAME, fits
+from saf.operating.fleets import ask
+from saf.telemetry.logger import Log
 
 OF_STREAMS = ("subscription", "start", "maxRowsPerTrigger", "maxBytesPerTrigger")
 OF_SINKS = ("txnAppId", "txnVersion")

@@ -27,8 +27,8 @@ from pyspark.sql.datasource import (
 from saf.database import Dsn, check_schema, unavailable_if_lost
 from saf.database.patience import while_unavailable
 from saf.errors import ConfigurationError, NotThisStream, SafError
-from saf.logger import Log
 from saf.sending import staging
+from saf.telemetry.logger import Log
 
 if TYPE_CHECKING:
     import pyarrow as pa

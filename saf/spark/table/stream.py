@@ -37,10 +37,10 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from saf.errors import NotThisStream, SchemaMissing, Unavailable
-from saf.fleets import Candidate
 from saf.log.offset import NO_LIMIT, Limit, Offset
-from saf.logger import Log
+from saf.operating.fleets import Candidate
 from saf.spark.table.options import Options, subscription_of
+from saf.telemetry.logger import Log
 
 if TYPE_CHECKING:
     import pyarrow as pa

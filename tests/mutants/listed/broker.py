@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-REBASE, MOVED, LINEAGE = "saf/repair/rebase.py", "saf/repair/moved.py", "saf/log/lineage.py"
+REBASE, MOVED, LINEAGE = (
+    "saf/operating/repair/rebase.py",
+    "saf/operating/repair/moved.py",
+    "saf/log/lineage.py",
+)
 MOVES, COPIES = "moves/test_moves.py", "moves/test_copies.py"
 HEALTH = "contract/test_health.py"
 REBASED, HONEST = "contract/test_rebase.py", "contract/test_10_honest.py"
@@ -290,7 +294,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a row that stands twice is two messages to reconcile",
-        "saf/repair/reconcile/comparing.py",
+        "saf/operating/repair/reconcile/comparing.py",
         "    known = [*{(one.shard, one.id): one for one in reversed(rows)}.values()][::-1]\n",
         "    known = rows\n",
         "moves/test_restored_over.py::"
@@ -298,7 +302,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a replay sends what was not announced",
-        "saf/repair/replay.py",
+        "saf/operating/repair/replay.py",
         "if len(found) > len({*announced}):",
         "if len(found) < 0:",
         "moves/test_restored_over.py::"
@@ -322,7 +326,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "endpoints get a message twice that stands twice",
-        "saf/dispatch/source.py",
+        "saf/receiving/dispatch/source.py",
         "    refuse_doubled(connection, rows)\n",
         "",
         "contract/test_dispatch.py::test_messages_that_stand_twice_are_not_sent_until_the_repair",
@@ -352,7 +356,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a repair takes for set back who is being delivered to",
-        "saf/repair/send_again.py",
+        "saf/operating/repair/send_again.py",
         "set_back(connection, name, known[name], before)",
         "set_back(connection, name, known[name])",
         "contract/test_set_back_topics.py::"

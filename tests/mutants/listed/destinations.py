@@ -525,7 +525,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what a destination that cannot be read back may have is taken for lost",
-        "saf/repair/reconcile/comparing.py",
+        "saf/operating/repair/reconcile/comparing.py",
         '"not_compared" if unread.may_have(one) else "lost"',
         '"lost"',
         "contract/test_jsonl.py::test_what_readers_have_deleted_is_not_taken_for_lost",
@@ -625,7 +625,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a blind replay leaves out copies of messages that wait for other destinations",
-        "saf/repair/send_again.py",
+        "saf/operating/repair/send_again.py",
         'elif "" not in held:',
         'elif "" in held:',
         "contract/test_https.py::"
@@ -633,7 +633,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a blind replay does not say what was purged since then",
-        "saf/repair/send_again.py",
+        "saf/operating/repair/send_again.py",
         "until = purged or span.since",
         "until = span.since",
         "contract/test_https.py::"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-PROCESS, PROMETHEUS = "saf/metrics/process.py", "saf/metrics/prometheus.py"
-TALLY, DECLARED = "saf/metrics/declared.py", "saf/metrics/declared.py"
+PROCESS, PROMETHEUS = "saf/telemetry/process.py", "saf/telemetry/prometheus.py"
+TALLY, DECLARED = "saf/telemetry/declared.py", "saf/telemetry/declared.py"
 UNIT, DOCTESTS = "unit/test_declared_metrics.py", "unit/test_doctests.py"
 PAGE = f"{UNIT}::test_a_page_has_help_labels_and_cumulative_steps"
 

@@ -6,16 +6,16 @@ from tests.mutants.mutant import Mutant, mutant
 
 SIDE, INBOX_READING = "saf/log/side.py", "saf/destinations/postgresql/reading.py"
 COMPARING, SIDES, OUTCOME, COPIES = (
-    "saf/repair/reconcile/comparing.py",
-    "saf/repair/reconcile/outcome.py",
-    "saf/repair/reconcile/outcome.py",
-    "saf/repair/reconcile/copies.py",
+    "saf/operating/repair/reconcile/comparing.py",
+    "saf/operating/repair/reconcile/outcome.py",
+    "saf/operating/repair/reconcile/outcome.py",
+    "saf/operating/repair/reconcile/copies.py",
 )
 GRANTS, STATUS, CONFIG, FLEETS = (
     "saf/broker/grants.py",
     "saf/operating/status.py",
     "saf/config.py",
-    "saf/fleets.py",
+    "saf/operating/fleets.py",
 )
 MAINTENANCE, BROKERS, ARCHIVE = (
     "saf/operating/maintenance.py",
@@ -66,7 +66,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a member of a fleet that is gone is not missed",
-        "saf/fleets.py",
+        "saf/operating/fleets.py",
         "member for member in known if member.name not in listed and",
         "member for member in known if False and",
         "integration/test_missing_members.py::"
@@ -81,7 +81,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a copy sends what its original sends as well",
-        "saf/repair/new_id.py",
+        "saf/operating/repair/new_id.py",
         "        for statement in GIVE_UP:\n",
         "        for statement in ():\n",
         f"{OF_COPIES}::test_a_copy_is_refused_by_name_and_is_a_broker_of_its_own_after_new_id",
@@ -583,7 +583,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an export has characters that a terminal is not shown",
-        "saf/plans/file.py",
+        "saf/operating/plans/file.py",
         "character if character.isprintable() else _escape(ord(character))",
         "character",
         "integration/test_apply.py::test_what_no_terminal_is_to_show_is_exported_as_toml_has_it",

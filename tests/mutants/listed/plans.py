@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-DIFFERENCE, GRANTED = "saf/plans/difference.py", "saf/plans/tables.py"
+DIFFERENCE, GRANTED = "saf/operating/plans/difference.py", "saf/operating/plans/tables.py"
 SERVICES = "saf/broker/services.py"
 APPLIED, SERVED = "integration/test_apply.py", "integration/test_services.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
         "what no plan can say of one broker ends the export of all",
-        "saf/plans/file.py",
+        "saf/operating/plans/file.py",
         'ConfigurationError(f"a plan cannot express an existing entry: {problems}") from None',
         "",
         "integration/test_apply.py::test_what_no_plan_can_say_is_a_problem_of_its_broker",

@@ -30,7 +30,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a repair ignores messages in hand at the backup",
-        "saf/repair/rebase.py",
+        "saf/operating/repair/rebase.py",
         "shards_of(place for comparison in ahead for place in comparison.farther)",
         "shards_of(place for comparison in ahead for place in comparison.ahead)",
         "contract/test_set_back.py::test_what_was_in_hand_at_the_backup_and_set_aside_after_it_is_not_dropped",
@@ -72,7 +72,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "uncertain copies are not counted",
-        "saf/repair/reconcile/comparing.py",
+        "saf/operating/repair/reconcile/comparing.py",
         "    if gone.uncertain and stored:",
         "    if gone.uncertain and not stored:",
         "contract/test_set_back_topics.py::test_copies_of_a_store_that_gets_the_topic_no_longer_are_said_to_be_uncertain",
@@ -86,7 +86,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a repair ignores higher marks of destinations",
-        "saf/repair/set_back.py",
+        "saf/operating/repair/set_back.py",
         "    ahead = set(not_parked(connection, after.subscription_id, name, unexplained))",
         "    ahead = set(list(unexplained)[:0])",
         "contract/test_set_back.py::test_a_source_set_back_that_hosts_a_service_has_a_way_out",
@@ -121,14 +121,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "messages sent since a restore count as complete",
-        "saf/repair/moved.py",
+        "saf/operating/repair/moved.py",
         'MovedBy.DUMP: "l.txid::text::bigint > copied.last"',
         'MovedBy.DUMP: "0 > copied.last"',
         "contract/test_10_honest.py::test_what_is_sent_between_a_restore_and_the_rebase_is_forwarded_and_nothing_twice",
     ),
     mutant(
         "messages of a savepoint since a restore count as copied rows",
-        "saf/repair/moved.py",
+        "saf/operating/repair/moved.py",
         """CASE WHEN {full("l.xmin")} >= l.txid::text::bigint""",
         """CASE WHEN {full("l.xmin")} = l.txid::text::bigint""",
         "contract/test_sent_before_a_repair.py::test_what_a_savepoint_has_sent_between_a_restore_and_the_repair_is_forwarded",
@@ -142,7 +142,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "numbers of lanes are reused after a repair",
-        "saf/repair/rebase.py",
+        "saf/operating/repair/rebase.py",
         '(("audit", "audit_id", numbers), ("parked", "parked_id", places))',
         '(("audit", "audit_id", 0), ("parked", "parked_id", 0))',
         "contract/test_set_back.py::test_what_is_retried_is_not_dropped_after_the_source_was_set_back",
@@ -205,7 +205,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "two replays do not wait for each other",
-        "saf/repair/send_again.py",
+        "saf/operating/repair/send_again.py",
         "    connection.execute(TAKE_TURN)\n",
         "    connection.execute('SELECT 1')\n",
         "contract/test_set_back.py::test_two_who_replay_at_once_send_each_message_once",

@@ -356,7 +356,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is replayed comes in any order",
-        "saf/repair/replay.py",
+        "saf/operating/repair/replay.py",
         "row_number() OVER (ORDER BY o.id)",
         "row_number() OVER (ORDER BY o.id DESC)",
         "contract/test_replay.py::"
@@ -364,7 +364,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what a router led to a topic is replayed under the router's name",
-        "saf/repair/replay.py",
+        "saf/operating/repair/replay.py",
         "{'lost' if c in ADDRESS else 'o'}",
         "{'o' if c in ADDRESS else 'o'}",
         "contract/test_set_back_topics.py::"
@@ -372,7 +372,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a dry run of a replay lets keys choose",
-        "saf/repair/replay.py",
+        "saf/operating/repair/replay.py",
         "connection.transaction(force_rollback=dry_run)",
         "connection.transaction()",
         "contract/test_replay.py::test_a_dry_run_of_a_replay_changes_nothing",

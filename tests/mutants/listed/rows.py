@@ -35,7 +35,7 @@ REMEMBERED = f"{ROWS}a_mark_is_remembered_for_its_own_destination_lane_and_shard
 OF_PARKED = f"{ROWS}a_mark_is_of_parked_messages_of_its_own_lane_shard_and_opening"
 MEMBERS = f"{ROWS}members_of_one_subscription_are_nothing_to_another_one"
 
-CONDITION, CONDITIONS = "saf/dispatch/condition.py", "contract/test_conditions.py::test_"
+CONDITION, CONDITIONS = "saf/receiving/dispatch/condition.py", "contract/test_conditions.py::test_"
 PROBE = f"{CONDITIONS}a_probe_is_one_members_at_a_time_and_only_of_an_endpoint_that_is_open_and_due"
 LONGEST = (
     f"{CONDITIONS}a_failure_is_counted_once_and_an_endpoint_is_disabled_after_its_longest_time"
@@ -44,8 +44,8 @@ CHOICES, CHOICE = "saf/routing/route_choices.py", "contract/test_route_choices.p
 
 FACTS, INSTANCES = "saf/dialogs/facts.py", "saf/receiving/processors.py"
 OF_KEY, OF_COPY = "unit/test_instances.py::test_", "unit/test_lost_copies.py::test_"
-LOST, BLIND = "saf/repair/reconcile/copies.py", "saf/repair/send_again.py"
-SET_BACK, BY_ROWS = "saf/repair/set_back.py", "contract/test_set_back_by_rows.py::test_"
+LOST, BLIND = "saf/operating/repair/reconcile/copies.py", "saf/operating/repair/send_again.py"
+SET_BACK, BY_ROWS = "saf/operating/repair/set_back.py", "contract/test_set_back_by_rows.py::test_"
 
 CURSOR, OWNERS = "saf/log/cursor.py", "contract/test_owners.py::test_"
 RETRIES = "saf/receiving/retries.py"

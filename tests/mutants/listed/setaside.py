@@ -67,7 +67,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a destination that was set back and cannot be read back stays refused for ever",
-        "saf/repair/send_again.py",
+        "saf/operating/repair/send_again.py",
         "            blind = stuck if since is not None else []",
         "            blind: list[str] = []",
         "contract/test_https.py::test_one_that_was_set_back_gets_all_again_that_was_sent_since_a_time_"
@@ -75,7 +75,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what a destination may have lost, and nobody knows, is not sent again",
-        "saf/repair/send_again.py",
+        "saf/operating/repair/send_again.py",
         'if entry.state == "complete":',
         'if entry.state == "pending":',
         "contract/test_https.py::test_one_that_was_set_back_gets_all_again_that_was_sent_since_a_time_"
@@ -83,7 +83,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a replay of a range lets a store go on that was set back",
-        "saf/repair/send_again.py",
+        "saf/operating/repair/send_again.py",
         "            if behind and until is not None:",
         "            if False:",
         f"{SET_BACK}::test_a_replay_of_a_range_does_not_let_a_store_go_on_that_was_set_back",
@@ -160,7 +160,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a repair does not remember what destinations know of messages that were set aside",
-        "saf/repair/rebase.py",
+        "saf/operating/repair/rebase.py",
         "AS at UNION SELECT unnest(m.times)",
         "AS at",
         f"{SET_BACK}::test_a_set_back_that_only_what_was_set_aside_since_shows_is_noticed",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-MARKING, RELEASING = "saf/dispatch/marking.py", "saf/engine/releasing.py"
+MARKING, RELEASING = "saf/receiving/dispatch/marking.py", "saf/engine/releasing.py"
 CURSOR, SHARDS = "saf/log/cursor.py", "saf/log/shards.py"
 HELD_LANES, THE_HELD = "saf/engine/context.py", "unit/test_held_lanes.py"
 DISPATCH, ONCE = "contract/test_dispatch.py", "contract/test_set_aside_once.py"
@@ -33,7 +33,7 @@ SURVIVORS: list[Mutant] = [
     ),
     mutant(
         "reserved addresses are public",
-        "saf/dispatch/transport.py",
+        "saf/receiving/dispatch/transport.py",
         '"203.0.113.0/24", "240.0.0.0/4"',
         '"203.0.113.0/24"',
         "unit/test_public_addresses.py::test_an_address_that_is_reserved_is_not_public",
@@ -184,10 +184,10 @@ SURVIVORS: list[Mutant] = [
     ),
     mutant(
         "a value at a bound of a histogram counts as above it",
-        "saf/metrics/declared.py",
+        "saf/telemetry/declared.py",
         "from bisect import bisect_left\n",
         "from bisect import bisect_right as bisect_left\n",
-        "unit/test_doctests.py::test_the_examples_in_the_docstrings_are_true[saf.metrics.declared]",
+        "unit/test_doctests.py::test_the_examples_in_the_docstrings_are_true[saf.telemetry.declared]",
     ),
     mutant(
         "the default destination gets a topic's messages beside others",
@@ -198,7 +198,7 @@ SURVIVORS: list[Mutant] = [
     ),
     mutant(
         "a delayed message that is buried leaves its lane behind",
-        "saf/dispatch/window.py",
+        "saf/receiving/dispatch/window.py",
         """        if message.parked_id is not None:
             self._new.timed.add(message.shard)  # perhaps the last one that waited for its time
 """,
@@ -215,13 +215,13 @@ SURVIVORS: list[Mutant] = [
     ),
 ]
 
-WINDOW, OF_WINDOW = "saf/dispatch/window.py", "unit/test_window.py"
+WINDOW, OF_WINDOW = "saf/receiving/dispatch/window.py", "unit/test_window.py"
 MARKS, PLACES = "saf/destinations/marks.py", "saf/destinations/places.py"
 COMPARED = "unit/test_marks_compared.py"
 EARLIER, OF_EARLIER = "saf/engine/task.py", "unit/test_earlier_task.py"
 ENTRANCES, RECEIVER = "unit/test_entrances.py", "saf/webhooks/receiver.py"
 WEBHOOK, SIGNATURES = "saf/signing/webhook.py", "unit/test_webhook_signatures.py"
-GUARD, ADDRESSES = "saf/dispatch/transport.py", "unit/test_public_addresses.py"
+GUARD, ADDRESSES = "saf/receiving/dispatch/transport.py", "unit/test_public_addresses.py"
 STREAM, CHECKPOINTS = "saf/log/stream.py", "unit/test_checkpoints.py"
 
 OF_THEIR_KIND: list[Mutant] = [

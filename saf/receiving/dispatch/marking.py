@@ -1,0 +1,221 @@
+"""Marking: the results of many messages, written in one transaction.
+
+The cursors come first. The statement finds them by owner, epoch and batch, and locks them, so that
+no other member can take the shards over before the rest is written. If another member already has,
+nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import psycopg
+
+from saf.database import fetch
+from saf.errors import Fenced
+from saf.failpoints import fail_point
+from saf.outbox import Outbox
+from saf.received import Received
+from saf.receiving import retries
+from saf.receiving.dispatch import replies, talking
+from saf.receiving.dispatch.progress import Mark
+from saf.receiving.dispatch.replies import Answer
+from saf.receiving.dispatch.walk import State, bury
+from saf.receiving.dispatch.window import Marks
+from saf.receiving.hand import Reader
+from saf.receiving.retries import bury_as_stored, fail_unseen
+from saf.setaside import backoff, dead, parking
+from saf.setaside.isolation import said
+from saf.setaside.lane import NO_BROKER, Kind, Lane
+
+UNSIGNED = Outbox(max_bytes=replies.MOST)
+
+# Runs before anything that depends on the owners of shards
+LOCK = """
+SELECT c.shard
+FROM unnest(%(shard)s::smallint[], %(epoch)s::bigint[], %(batch)s::bigint[])
+     AS m (shard, epoch, batch)
+JOIN saf.cursor c USING (shard, epoch, batch)
+WHERE c.subscription_id = %(subscription_id)s AND c.owner = %(owner)s
+ORDER BY c.shard FOR UPDATE OF c
+"""
+
+MOVE = """
+UPDATE saf.cursor c SET
+    done = CASE WHEN m.closed THEN c.open ELSE c.done END,
+    open = CASE WHEN m.closed THEN NULL ELSE c.open END,
+    position = m.position
+FROM unnest(%(shard)s::smallint[], %(epoch)s::bigint[], %(batch)s::bigint[],
+            %(position)s::bigint[], %(closed)s::boolean[])
+     AS m (shard, epoch, batch, position, closed)
+WHERE c.subscription_id = %(subscription_id)s AND c.shard = m.shard AND c.batch = m.batch
+  AND c.owner = %(owner)s AND c.epoch = m.epoch
+RETURNING c.shard
+"""
+
+# Earlier rows for the same batch stay valid: they may have ids that were not read yet
+REMEMBER = """
+INSERT INTO saf.dispatched AS d (subscription_id, shard, batch, ids)
+SELECT %(subscription_id)s, shard, batch, ids
+FROM unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(ids)s::int8multirange[])
+    AS m (shard, batch, ids)
+ON CONFLICT (subscription_id, shard) DO UPDATE SET
+    batch = excluded.batch,
+    ids = CASE WHEN d.batch = excluded.batch THEN d.ids + excluded.ids ELSE excluded.ids END
+          * (SELECT int8multirange(int8range(c.position, NULL, '()')) FROM saf.cursor c
+             WHERE c.subscription_id = excluded.subscription_id AND c.shard = excluded.shard
+               AND c.batch = excluded.batch)
+"""
+
+
+NOTE = """
+INSERT INTO saf.attempt (subscription_id, message_id, key, status, seconds, outcome, error)
+SELECT %(subscription_id)s, n.*
+FROM unnest(%(message_id)s::uuid[], %(key)s::text[], %(status)s::smallint[],
+            %(seconds)s::real[], %(outcome)s::text[], %(error)s::text[]) AS n
+"""
+
+
+def mark(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    marks: Marks,
+    outbox: Outbox = UNSIGNED,
+    one_reply: Collection[str] = (),
+) -> tuple[int, int]:
+    """Write marks in a transaction of its own, and send the replies.
+
+    Dialogs under the contracts ``one_reply`` end with the reply.
+
+    Return the number of messages parked, and of dead letters made.
+
+    Raises:
+        Fenced: another member has taken over some of the shards; nothing is written.
+    """
+    parked = buried = 0
+    talked = [(walk.message, walk.outcome) for walk in marks.ended if walk.outcome is not None]
+    with connection.transaction():
+        if talked:
+            _lock(connection, reader, marks.cursors)
+            # messages are read relative to the cursors' positions before the move
+            batches = {entry.shard: entry.batch for entry in marks.cursors}
+            parked, buried = talking.settle(connection, reader, batches, talked, one_reply)
+        _move(connection, reader, marks.cursors)
+        _reply(connection, outbox, marks)
+        fail_point("dispatch_marking")
+        # in the order of lanes, in which others lock them too
+        retries.wait(connection, reader, dict(sorted(marks.waiting.items())))
+        _set_aside(connection, reader, marks)
+        lanes = [Lane(kind=Kind.KEY, subject=entry) for entry in marks.succeeded]
+        if lanes:
+            backoff.succeeded(connection, reader.subscription_id, lanes)
+        retries.time_late(connection, reader, sorted(marks.timed))
+        if marks.attempts:
+            connection.execute(NOTE, _noted(reader, marks.attempts))
+    return parked + len(marks.of(State.PARKED)), buried + len(marks.of(State.BURIED))
+
+
+def _reply(connection: psycopg.Connection[Any], outbox: Outbox, marks: Marks) -> None:
+    """Send the replies; a message whose reply is refused becomes a dead letter."""
+    replied = {walk.message: walk for walk in marks.ended if walk.reply is not None}
+    to_send = [(message, walk.reply) for message, walk in replied.items() if walk.reply is not None]
+    for message, error in replies.send(connection, outbox, to_send):
+        bury(replied[message], "failed", error)
+
+
+def _lock(connection: psycopg.Connection[Any], reader: Reader, cursors: list[Mark]) -> None:
+    found = {shard for (shard,) in fetch(connection, LOCK, _columns(reader, cursors))}
+    lost = sorted({cursor.shard for cursor in cursors} - found)
+    if lost:
+        raise Fenced(f"subscription {reader.name!r}", lost)
+
+
+def _move(connection: psycopg.Connection[Any], reader: Reader, cursors: Iterable[Mark]) -> None:
+    moved = sorted(cursors, key=lambda cursor: cursor.shard)
+    params = _columns(reader, moved)
+    found = connection.execute(MOVE, params).fetchall()
+    if len(found) < len(moved):
+        lost = {cursor.shard for cursor in moved} - {row[0] for row in found}
+        raise Fenced(f"subscription {reader.name!r}", sorted(lost))
+    new = [cursor for cursor in moved if cursor.new]
+    if new:
+        connection.execute(REMEMBER, _columns(reader, new))
+
+
+def _columns(reader: Reader, cursors: list[Mark]) -> dict[str, Any]:
+    columns: dict[str, Any] = {
+        name: [getattr(cursor, name) for cursor in cursors]
+        for name in ("shard", "epoch", "batch", "position", "closed", "ids")
+    }
+    return columns | {"subscription_id": reader.subscription_id, "owner": reader.owner}
+
+
+def _set_aside(connection: psycopg.Connection[Any], reader: Reader, marks: Marks) -> None:
+    batches = {one.shard: one.batch for one in marks.cursors}
+    fresh = [
+        {
+            **one.stored(),
+            "subscription_id": reader.subscription_id,
+            "destination": "",
+            "kind": kind,
+            "subject": subject,
+            "broker": NO_BROKER,
+            "quality": None,
+            "batch": batches[one.shard],
+            "position": one.id,
+            "opened_at": None,
+        }
+        for kind, subject, one in _asides(marks)
+    ]
+    if fresh:
+        parking.copy_in(connection, fresh)
+    buried = marks.of(State.BURIED)
+    common = {"subscription_id": reader.subscription_id, "destination": ""}
+    letters = [
+        {**walk.message.stored(), **common, "reason": walk.reason, "error": said(walk.error)}
+        for walk in buried
+        if walk.error is not None
+    ]
+    if letters:
+        dead.bury(connection, letters)
+    # copied inside the database
+    bury_as_stored(connection, reader, [(one.message, None) for one in buried if one.error is None])
+    fail_unseen(connection, reader, [one.message for one in buried if one.reason != "expired"])
+    moved = [
+        (parked_id, Lane(kind=Kind.KEY, subject=message.lane))
+        for parked_id, message in _waiting(marks, State.MOVED)
+    ]
+    if moved:
+        retries.move(connection, moved)
+    # a dialog's message is received in its lane, and may continue to wait there
+    unpark = [parked_id for parked_id, _ in _waiting(marks, State.ACCEPTED, State.BURIED)]
+    if unpark:
+        parking.unpark(connection, unpark)
+
+
+def _waiting(marks: Marks, *states: State) -> Iterable[tuple[int, Received]]:
+    """Yield the messages in these states that wait in saf.parked, with their parked ids."""
+    for walk in marks.of(*states):
+        if walk.message.parked_id is not None:
+            yield walk.message.parked_id, walk.message
+
+
+def _asides(marks: Marks) -> Iterable[tuple[Kind, str, Received]]:
+    for walk in marks.of(State.PARKED):
+        yield Kind.KEY, walk.message.lane, walk.message
+    for walk in marks.of(State.POSTPONED):
+        yield Kind.LATER, str(walk.message.shard), walk.message
+
+
+def _noted(reader: Reader, attempts: Iterable[tuple[Received, Answer]]) -> dict[str, Any]:
+    rows = list(attempts)
+    return {
+        "subscription_id": reader.subscription_id,
+        "message_id": [message.message_id for message, _ in rows],
+        "key": [message.key for message, _ in rows],
+        "status": [answer.status for _, answer in rows],
+        "seconds": [answer.seconds for _, answer in rows],
+        "outcome": [str(answer.meaning) for _, answer in rows],
+        "error": [said(answer.error) for _, answer in rows],
+    }
