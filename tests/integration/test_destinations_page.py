@@ -57,7 +57,7 @@ def test_each_kind_and_each_setting_has_its_line() -> None:
 
 
 def test_each_capability_is_told_and_each_kinds_are_true() -> None:
-    told = re.findall(r"^\| `(\w+)`", section("What is asked of a kind"), re.MULTILINE)
+    told = re.findall(r"^\| `(\w+)`", section("Capabilities of a kind"), re.MULTILINE)
     assert told == [*Capabilities.__dataclass_fields__]
     for kind in OURS:
         can = settings_of(kind).capabilities
@@ -68,7 +68,7 @@ def test_each_capability_is_told_and_each_kinds_are_true() -> None:
 
 def test_each_header_of_a_message_has_its_line() -> None:
     rows = re.findall(
-        r"^\| `(saf-[\w-]+)` \| `(\w+)`", section("What a queue gets of a message"), re.MULTILINE
+        r"^\| `(saf-[\w-]+)` \| `(\w+)`", section("What a queue receives"), re.MULTILINE
     )
     assert rows == [(one.saf, one.event) for one in HEADERS]
 
