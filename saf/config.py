@@ -244,7 +244,7 @@ class Forwarder(_Table):
     max_bytes: Bytes = DEFAULT_MAX_BYTES
     """Messages with a larger body become dead letters."""
     lease_seconds: Lease = 30.0
-    """Time for which a dead forwarder keeps its shards, in seconds."""
+    """Time for which a forwarder that hangs keeps its shards, in seconds."""
     interval_seconds: Seconds = 1.0
     """With --loop: the longest pause after an idle cycle or a problem, in seconds."""
     turn_seconds: Seconds = 2.0

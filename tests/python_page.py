@@ -22,10 +22,10 @@ LONGEST = 90
 
 HEAD = """# Python
 
-Every public name of `saf`, and the fixtures of `saf.testing`, with signature and docstring. This
-page is for developers who look something up; [Receiving](../receiving.md),
-[Conversations](../conversations.md) and [Testing](../testing.md) explain how to use them. `python
--m tests.python_page` writes it.
+This page is for developers who look up a name. It lists every public name of `saf`, and the
+fixtures of `saf.testing`, with signature and docstring. [Sending](../sending.md),
+[Receiving](../receiving.md), [Conversations](../conversations.md) and [Testing](../testing.md)
+explain how to use them. `python -m tests.python_page` writes it from the code.
 """
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -71,8 +71,8 @@ def page() -> str:
         written.append(f"## {title}\n")
         if title == "Errors":
             written.append(
-                "Programs tell errors apart by class; the text of an error names the value at "
-                "fault and the way out. [Commands](cli.md#exit-codes) end with their exit codes.\n"
+                "Programs tell errors apart by their class. The text of an error names the value "
+                "at fault and the way out. [Commands](cli.md#exit-codes) end with the exit code.\n"
             )
             written += [_error(getattr(saf, name)) for name in names]
         else:
@@ -151,12 +151,12 @@ def _signature(name: str, value: Any) -> str:
     if isinstance(value, type):
         signature = signature.replace(return_annotation=inspect.Signature.empty)
     parameters = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
-    text = str(signature.replace(parameters=parameters)).replace("'", "")
+    text = _plain(str(signature.replace(parameters=parameters)))
     line = f"{name}{text}"
     if len(line) > LONGEST:
         line = f"{name}(\n" + "".join(f"    {one},\n" for one in _arguments(parameters)) + ")"
         if signature.return_annotation is not inspect.Signature.empty:
-            line += f" -> {signature.return_annotation}".replace("'", "")
+            line += _plain(f" -> {signature.return_annotation}")
     return f"```python\n{line}\n```\n"
 
 
@@ -167,7 +167,12 @@ def _arguments(parameters: list[inspect.Parameter]) -> Iterator[str]:
             yield "*"
             star = True
         star = star or one.kind is one.VAR_POSITIONAL
-        yield str(one).replace("'", "")
+        yield _plain(str(one))
+
+
+def _plain(signature: str) -> str:
+    """Annotations without quotes; texts that are defaults keep theirs."""
+    return re.sub(r"= '([^']*)'", r'= "\1"', signature).replace("'", "")
 
 
 def main() -> None:

@@ -35,12 +35,13 @@ def command(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the difference.")] = False,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove what the plan's tables do not name.")
+        bool, typer.Option("--prune", help="Remove entries that the plan's tables do not name.")
     ] = False,
     discard: Annotated[
         bool,
         typer.Option(
-            "--discard", help="With --prune: also if messages are left; they are given up."
+            "--discard",
+            help="With --prune: remove services that have messages left, and discard these.",
         ),
     ] = False,
     config: Config = None,

@@ -57,7 +57,7 @@ def new_id(
         bool,
         typer.Option(
             "--alone",
-            help="The original is not in saf.toml: keep all pending messages, which it sends too.",
+            help="The original is not in saf.toml: the copy keeps all pending messages.",
         ),
     ] = False,
     as_json: AsJson = False,

@@ -46,12 +46,13 @@ def command(
     listen: Annotated[
         str | None,
         typer.Option(
-            metavar="[HOST]:PORT", help="Stay, and serve them at /metrics there, such as :9464."
+            metavar="[HOST]:PORT",
+            help="Keep running, and serve metrics there, at /metrics, such as :9464.",
         ),
     ] = None,
     textfile: Textfile = None,
     push: Annotated[
-        str | None, typer.Option(metavar="URL", help="Push them to this pushgateway.")
+        str | None, typer.Option(metavar="URL", help="Push metrics to this pushgateway.")
     ] = None,
     config: Config = None,
     broker: Where = None,

@@ -33,11 +33,11 @@ def command(
     config: Config = None,
     broker: Where = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also where nothing looks restored.")
+        bool, typer.Option("--force", help="Also repair databases that do not look restored.")
     ] = False,
     moved_by: Annotated[
         MovedBy | None,
-        typer.Option(help="How the database of --broker was moved, where its rows do not say."),
+        typer.Option(help="How the database of --broker was moved, if its rows do not show it."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done.")] = False,
     as_json: AsJson = False,
