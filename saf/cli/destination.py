@@ -35,7 +35,7 @@ Name = Annotated[str, typer.Argument(help="Name of the destination in saf.toml."
 
 @app.command()
 def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
-    """Connect to a destination, and show what it guarantees.
+    """Connect to a destination, and show its guarantees.
 
     It reads the server's version and settings, and names settings that would give more safety. In
     an object store, it writes a probe and deletes it, because nothing else shows what the store

@@ -42,7 +42,7 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Repair what was restored from a backup, moved, or set back.
+    """Repair databases that were restored, moved, or set back.
 
     It repairs brokers and destinations. Log in as the owner of their schemas. A source compares
     itself with all destinations, so all must be reachable. If the source itself was set back, stop

@@ -83,7 +83,7 @@ def add(
     """Route messages to a destination, from the next batch on.
 
     Of the routes that match a message, the most specific win: service and broker, then service,
-    then broker, then neither. If several win, they share the load; for a topic, all of them count.
+    then broker, then neither. If several win, they share the load; for a topic, all apply.
     An existing route gets the new values, and is enabled.
     """
     settings = load(config)

@@ -114,7 +114,7 @@ def remove(
 ) -> None:
     """Remove rules of a role.
 
-    Without --from and --to, all of them.
+    Without --from and --to, all rules of the role.
     """
     with _connected(dsn) as (name, connection):
         removed = senders.remove_senders(
