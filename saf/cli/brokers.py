@@ -154,7 +154,7 @@ class Round:
             UsageError: several brokers are chosen.
         """
         if after is not None and len(self.brokers) != 1:
-            raise UsageError("--after continues in one broker: add --broker NAME")
+            raise UsageError("--after continues the list of one broker: add --broker NAME")
 
     def only(self, numbers: object) -> None:
         """Check that rows given by number are searched in one broker only.
@@ -165,7 +165,7 @@ class Round:
             UsageError: several brokers are chosen.
         """
         if numbers and len(self.brokers) > 1:
-            raise UsageError("numbers are a broker's own: which one? Use --broker NAME")
+            raise UsageError("numbers are different at each broker: add --broker NAME")
 
     def visit(self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]) -> dict[str, T]:
         """Connect to the brokers, several in parallel; return the results of ``action`` by broker.

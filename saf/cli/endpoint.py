@@ -227,7 +227,9 @@ def send_test(name: Name, config: Config = None) -> None:
     """
     (entry,) = chosen(load(config), [name]).values()
     if entry.mode in ("soap", "xmlrpc"):
-        raise UsageError(f"endpoint {name!r} is called by {entry.mode}: a test would really do it")
+        raise UsageError(
+            f"endpoint {name!r} is called by {entry.mode}: a test would make a real call"
+        )
     answer = asyncio.run(_test(entry))
     if answer.meaning is not Meaning.DONE:
         raise SafError(f"endpoint {name!r}: {answer.error}, after {answer.seconds:.3f} s")

@@ -99,7 +99,7 @@ def command(
         return
     if metrics is not None and not loop:
         raise UsageError(
-            "--metrics serves the metrics of a program that stays: add --loop, or use "
+            "--metrics needs a program that keeps running: add --loop, or use "
             "--metrics-textfile or --metrics-push for a run that ends"
         )
     if remote:

@@ -169,5 +169,5 @@ def nth(listen: str | None, number: int) -> str | None:
         return None
     _, port = prometheus.address(listen)
     if port == 0 or port + number > 65535:  # noqa: PLR2004 - the last port
-        raise UsageError(f"--metrics {listen}: process {number} has no port after it")
+        raise UsageError(f"--metrics {listen}: no port is left for process {number}")
     return f"{listen.rpartition(':')[0]}:{port + number}"

@@ -79,7 +79,7 @@ def grant(
     kinds = list(dict.fromkeys(role or []))
     if kinds and revoke:
         raise ConfigurationError(
-            "--revoke removes the rights of every kind: to keep some, use --role without it"
+            "--revoke removes all rights: to keep some, use --role without --revoke"
         )
     if not kinds and not revoke:
         raise ConfigurationError(
