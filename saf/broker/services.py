@@ -213,8 +213,7 @@ def subscription(connection: psycopg.Connection[Any], name: str) -> Subscription
         if fetch(connection, IS_STREAM, {"name": name}):
             raise ConfigurationError(
                 f"subscription {name!r} belongs to a stream, so no receiver may read it: "
-                f"`saf subscription "
-                "drop` forgets a stream"
+                "`saf subscription drop` forgets a stream"
             )
         known = [item.name for item in subscriptions(connection)]
         raise ConfigurationError(_unknown("subscription", name, known))
