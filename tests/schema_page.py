@@ -79,10 +79,13 @@ def page(connection: psycopg.Connection[Any]) -> str:
         written.append(_columns(connection, name, nulls=False))
     functions = fetch(connection, FUNCTIONS)
     if functions:
-        written.append("## Functions\n")
+        written.append(
+            "## Functions\n\nConstraints and policies of the logs call these functions. Programs "
+            "need not call them.\n"
+        )
     for name, arguments, result, comment in functions:
         call = f"saf.{name}({arguments}) → {result}"
-        written.append(f"`{call}`\n\n{_sentence(comment)}\n")
+        written.append(f"- `{call}`{': ' + comment if comment else ''}\n")
     written.append("## Tables\n")
     for name, comment in fetch(connection, TABLES):
         written.append(f"### saf.{name}\n\n{_sentence(comment)}\n")
