@@ -123,13 +123,15 @@ def show(differences: Mapping[str, Difference]) -> None:
                 f"its inbox has some for {others}"
             )
         if item.any_again:
-            echo(f"{name}: it has no service left then, and stores messages for any again")
+            echo(f"{name}: it will have no service left, and store messages for any service again")
         if item.only_senders:
             echo(
                 f"{name}: these are its first rules for senders, and nobody sends without one then"
             )
         if item.any_sender:
-            echo(f"{name}: it has no rule for senders left then, and any writer sends as anybody")
+            echo(
+                f"{name}: it will have no rule for senders left: any writer may send as any service"
+            )
         if item.kept:
             kept = ", ".join(table.described(key) for table, key in item.kept)
             echo(f"{name}: not in the plan, and kept: {kept}")

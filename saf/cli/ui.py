@@ -88,7 +88,9 @@ def prepared(
     if token is not None:
         notes.append(f"log in with the token {token}")
     if host not in LOCAL:
-        notes.append("others reach it unencrypted: put a reverse proxy with https before it")
+        notes.append(
+            "other machines reach it unencrypted: put a reverse proxy with https in front of it"
+        )
     if not write:
         notes.append("nobody can change anything: it was started without --write")
     return Server(configured, application.state.site), listening, notes
