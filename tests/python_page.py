@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import saf
+import saf.config
+import saf.spark
 import saf.testing
+import saf.ui
+import saf.webhooks
 from saf.errors import SafError
 from tests.docstrings import attribute_docstrings, markdown, one_line
 
@@ -22,10 +26,11 @@ LONGEST = 90
 
 HEAD = """# Python
 
-This page is for developers who look up a name. It lists every public name of `saf`, and the
-fixtures of `saf.testing`, with signature and docstring. [Sending](../sending.md),
-[Receiving](../receiving.md), [Conversations](../conversations.md) and [Testing](../testing.md)
-explain how to use them. `python -m tests.python_page` writes it from the code.
+This page is for developers who look up a name. It lists every public name of `saf`, functions of
+its other modules, and the fixtures of `saf.testing`, with signature and docstring.
+[Sending](../sending.md), [Receiving](../receiving.md), [Conversations](../conversations.md) and
+[Testing](../testing.md) explain how to use them. `python -m tests.python_page` writes it from the
+code.
 """
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -50,6 +55,20 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "create_message_type",
     ),
 }
+
+
+MODULES: Mapping[str, Any] = {
+    "saf.config.load": saf.config.load,
+    "saf.config.load_signer": saf.config.load_signer,
+    "saf.config.load_keys": saf.config.load_keys,
+    "saf.webhooks.inbox": saf.webhooks.inbox,
+    "saf.webhooks.broker": saf.webhooks.broker,
+    "saf.webhooks.verify": saf.webhooks.verify,
+    "saf.spark.register": saf.spark.register,
+    "saf.spark.to_delta": saf.spark.to_delta,
+    "saf.ui.app": saf.ui.app,
+}
+"""Functions that pages use and that `import saf` does not load."""
 
 
 def groups() -> Iterator[tuple[str, list[str]]]:
@@ -77,6 +96,10 @@ def page() -> str:
             written += [_error(getattr(saf, name)) for name in names]
         else:
             written += [_described(f"saf.{name}", getattr(saf, name)) for name in names]
+    written.append(
+        "## Other modules\n\n`import saf` does not load these modules: import them by name.\n"
+    )
+    written += [_described(name, value) for name, value in MODULES.items()]
     written.append("## Fixtures of saf.testing\n")
     for name in saf.testing.__all__:
         value = getattr(saf.testing, name)
