@@ -6,9 +6,9 @@ to the outbox, together with a mark in saf.sink, in one transaction. So all mess
 sent, or none. An application that sends the same version again, because the answer was lost, sends
 nothing more.
 
-*Attempts.* The number of an attempt is the time of its beginning and a random number, so no list of
-attempts is needed: the messages of old attempts are a range of the primary key. Two attempts with
-the same number would have messages with the same key, so the second would fail.
+*Attempts.* The number of an attempt contains the time of its beginning, so the messages of old
+attempts are a range of the primary key, and no list of attempts is needed. The rest of the number
+is random. If two attempts drew the same number, the primary key would fail the second.
 
 *Order.* Message ids rise in the given order of the attempts, and within an attempt in the order in
 which its task wrote the messages.

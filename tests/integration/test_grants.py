@@ -81,8 +81,7 @@ FUNCTIONS = {
     "examine": (False, True),  # the same, called by it
     "check_sender": (True, True),  # a policy of the outbox: the same
     "notify_inbox": (False, True),
-    "cursor_is_one": (True, False),
-    "watermark_is_one": (True, False),
+    "keep_key": (True, False),
     "store_locally": (True, False),
 }
 ALL_FUNCTIONS = """

@@ -614,6 +614,15 @@ MUTANTS: list[Mutant] = [
         "test_a_database_at_a_step_before_the_first_revision_is_taken_over",
     ),
     mutant(
+        "a database that is taken over loses the keys of its watermarks",
+        "migrations/baseline/keys.sql",
+        "\nUNION ALL\n"
+        "SELECT 'watermark', ARRAY[source::text, shard::text, lane] FROM saf.watermark;",
+        ";",
+        "migration/test_migrations.py::"
+        "test_a_database_that_is_taken_over_keeps_its_rows_and_their_keys",
+    ),
+    mutant(
         "a database at an older step is not told the way out",
         "saf/broker/migrate.py",
         "elif revision < BASELINE:",
