@@ -20,7 +20,7 @@ from psycopg.rows import tuple_row
 from saf.database.sqlstates import Meaning, meaning, translated
 from saf.errors import Rejected, RowsGone, SchemaMismatch, SchemaMissing
 
-REVISION = "0037"
+REVISION = "0038"
 """The Alembic revision of the schema that this library reads and writes."""
 SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
 # Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.
