@@ -35,7 +35,7 @@ SECONDS_EACH = 8.0
 """Longest time that the tests of one change take together, as recorded."""
 TESTS_EACH = 30
 """Most tests of one change."""
-LEAST_SECONDS = 30.0
+LEAST_SECONDS = 15.0
 """Tests that run for this time plus five times the recorded one are hung."""
 
 MOST_IMPORTS = 5
