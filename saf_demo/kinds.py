@@ -24,12 +24,12 @@ from urllib.parse import unquote
 from saf.destinations.delta import Delta
 from saf.destinations.iceberg import Iceberg
 from saf.destinations.kafka import Kafka
-from saf.destinations.lake.settings import ColumnType
+from saf.destinations.lake import ColumnType
 from saf.destinations.nats import Nats
-from saf.destinations.nats.reading import Questions
+from saf.destinations.nats.batches import Questions
 from saf.destinations.rabbitmq import Rabbitmq
 from saf.destinations.rabbitmq_stream import RabbitmqStream, amqp
-from saf.destinations.rabbitmq_stream.reading import entries
+from saf.destinations.rabbitmq_stream.streams import entries
 from saf.destinations.redis import Redis
 from saf.errors import MissingExtra
 from saf_demo import servers
