@@ -207,7 +207,6 @@ def kafka_topics(stage: Stage, spark: SparkSession) -> None:
     from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined] # public
 
     from saf.destinations.kafka.client import QUIET
-    from saf.destinations.kafka.server import open_link
 
     folder = Path(stage.server.data_dir).parent
     with serve("kafka", folder / "kafka") as there:
@@ -242,7 +241,7 @@ def kafka_topics(stage: Stage, spark: SparkSession) -> None:
             for made in admin.create_topics([NewTopic("bare", 1)]).values():
                 made.result()
             producer.list_topics("bare", timeout=60)
-            with closing(open_link("mom", there)) as link:  # the topics of both are there
+            with closing(there.link("mom")) as link:  # the topics of both are there
                 link.make_identity()
                 link.limits({f"flights.{dict(headers)['saf-service']}" for *_, headers in messages})
 

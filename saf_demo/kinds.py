@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
@@ -24,14 +25,14 @@ from urllib.parse import unquote
 from saf.destinations.delta import Delta
 from saf.destinations.iceberg import Iceberg
 from saf.destinations.kafka import Kafka
-from saf.destinations.lake.settings import ColumnType
+from saf.destinations.lake import ColumnType
 from saf.destinations.nats import Nats
-from saf.destinations.nats.reading import Questions
+from saf.destinations.nats.batches import Questions
 from saf.destinations.rabbitmq import Rabbitmq
 from saf.destinations.rabbitmq_stream import RabbitmqStream, amqp
-from saf.destinations.rabbitmq_stream.reading import entries
+from saf.destinations.rabbitmq_stream.streams import entries
 from saf.destinations.redis import Redis
-from saf.errors import MissingExtra
+from saf.errors import MissingExtra, Unavailable
 from saf_demo import servers
 from saf_demo.proof import COLUMNS, Received
 
@@ -166,7 +167,11 @@ def kafka(folder: Path) -> Iterator[Kafka]:
 
 
 def of_kafka(settings: Kafka) -> Iterator[Received]:
-    """Yield all messages of all topics, partition by partition."""
+    """Yield all messages of all topics, partition by partition.
+
+    Raises:
+        Unavailable: no message has arrived for `servers.START_SECONDS`, before the end.
+    """
     from confluent_kafka import Consumer, KafkaError, TopicPartition
 
     consumer = Consumer({
@@ -178,15 +183,19 @@ def of_kafka(settings: Kafka) -> Iterator[Received]:
         for topic in sorted(name for name in topics if name.startswith("flights.")):
             for number in topics[topic].partitions:
                 consumer.assign([TopicPartition(topic, number, 0)])
-                ended = False
+                ended, reason, last = False, "no answer", time.monotonic()
                 while not ended:
                     for message in consumer.consume(AT_ONCE, 0.2):
                         if error := message.error():
-                            ended = error.code() == KafkaError._PARTITION_EOF
-                        else:
-                            pairs = message.headers() or ()
-                            headers = {str(pair[0]): _text(pair[1]) for pair in pairs}
-                            yield _from_headers(headers, message.value() or b"")
+                            ended |= error.code() == KafkaError._PARTITION_EOF
+                            reason = error.str()
+                            continue
+                        pairs = message.headers() or ()
+                        headers = {str(pair[0]): _text(pair[1]) for pair in pairs}
+                        yield _from_headers(headers, message.value() or b"")
+                        last = time.monotonic()
+                    if not ended and time.monotonic() - last > servers.START_SECONDS:
+                        raise Unavailable(f"topic {topic}", reason)
 
 
 def _text(value: object) -> str:

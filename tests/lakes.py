@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from saf.database import Dsn
 from saf.destinations import Chunk
-from saf.destinations.lake.settings import LakeSettings
+from saf.destinations.lake import LakeSettings
 from saf.failpoints import arm
 from saf.operating.repair.reconcile import Outcome, reconcile
 from saf.testing.forwarder import all_stored

@@ -21,7 +21,7 @@ from saf.destinations.rabbitmq_stream.connection import (
     Connection,
     StreamError,
 )
-from saf.destinations.rabbitmq_stream.reading import entries
+from saf.destinations.rabbitmq_stream.streams import entries
 from saf_demo import servers
 from saf_demo.servers import free_port
 from tests.killable import Restartable

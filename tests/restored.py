@@ -12,7 +12,7 @@ import pytest
 
 from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn, fetch
-from saf.destinations.postgresql.reading import known_at
+from saf.destinations.postgresql import known_at
 from saf.operating.repair.rebase import rebase
 from tests.pipeline import connect
 

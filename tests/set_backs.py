@@ -18,7 +18,7 @@ import psycopg
 import saf
 from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn, fetch
-from saf.destinations.postgresql.reading import known_at
+from saf.destinations.postgresql import known_at
 from saf.dialogs.comparing import compare
 from saf.dialogs.monologs import received_monologs
 from saf.dialogs.statements import Code

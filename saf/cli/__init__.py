@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version as distribution_version
 from typing import Annotated
 
@@ -62,16 +63,40 @@ from saf.cli.console import (
     write_any_character,
 )
 from saf.database import REVISION
-from saf.errors import SafError
+from saf.errors import SafError, UsageError
 from saf.telemetry import carried
 from saf.telemetry.log_lines import trace_ids
-from saf_demo.command import command as demo
+
+DEMO = "saf_demo"
+"""Package of the demos. It imports saf, so saf finds it by its name only."""
+ANY_OPTIONS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def _say_version(wanted: bool) -> None:
     if wanted:
         echo(f"saf {distribution_version('saf-outbox')}, schema {REVISION}")
         raise typer.Exit
+
+
+def _demo() -> Callable[..., None]:
+    """Return the command `saf demo`, which the package `DEMO` beside saf defines.
+
+    If the package is not installed, return a command that says so.
+    """
+    try:
+        command: Callable[..., None] = import_module(f"{DEMO}.command").command
+    except ModuleNotFoundError as error:
+        if error.name != DEMO:
+            raise
+        return _no_demo
+    return command
+
+
+def _no_demo() -> None:
+    """Forward a message for each flight of New York City (not installed here)."""
+    raise UsageError(
+        f"saf demo is in the package {DEMO}, which is not installed: install saf-outbox"
+    )
 
 
 app = typer.Typer(
@@ -131,7 +156,10 @@ app.command("reconcile")(reconcile.command)
 app.command("replay")(replay.command)
 app.command("rebase")(rebase.command)
 app.command("doctor")(doctor.command)
-app.command("demo")(demo)
+if (demo := _demo()) is _no_demo:
+    app.command("demo", context_settings=ANY_OPTIONS)(demo)
+else:
+    app.command("demo")(demo)
 
 
 def program() -> None:

@@ -19,8 +19,7 @@ from saf.cli.console import echo, plain_console
 from saf.cli.doctor import FOUND
 from saf.config import did_you_mean, load
 from saf.destinations.delta import Delta
-from saf.destinations.queues import client_needed
-from saf.destinations.settings import DestinationSettings
+from saf.destinations.settings import DestinationSettings, client_needed
 from saf.errors import ConfigurationError, UsageError
 from saf.operating.wording import counted
 

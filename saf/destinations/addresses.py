@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 if TYPE_CHECKING:
-    from saf.destinations.linked import SecuredSettings
+    from saf.destinations.settings import SecuredSettings
 
 
 @dataclass(frozen=True, kw_only=True)

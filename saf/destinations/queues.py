@@ -1,4 +1,4 @@
-"""Queues: settings shared by all brokers of another make, such as Redis.
+"""Queues: what all brokers of another make share, such as Redis: settings, and an open link.
 
 A message that is sent to a queue leaves saf: `saf.destinations.mapping` defines its form there. A
 queue knows no services, and no end of a dialog can live there.
@@ -6,20 +6,17 @@ queue knows no services, and no end of a dialog can live there.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
+from contextlib import AbstractContextManager, closing, contextmanager
 from string import Formatter
-from types import ModuleType
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, cast
+from uuid import UUID
 
 from pydantic import AfterValidator
 
-from saf.destinations import Destination
-from saf.destinations.linked import SecuredSettings
-from saf.destinations.reading import Reading
-from saf.destinations.settings import Guarantee
-from saf.errors import Refused
+from saf.destinations.settings import SecuredSettings
+from saf.errors import Unavailable
 
 Format = Literal["saf", "cloudevents", "cloudevents-structured"]
 """Names of headers. With `cloudevents-structured`, the body is the whole event."""
@@ -32,7 +29,6 @@ PLACEHOLDERS = {
 }
 """Placeholders in a template of topics, each with its meaning."""
 
-FOLDER = "saf.destinations"
 ENOUGH = 3
 """Fewest servers that tolerate the loss of one server."""
 
@@ -63,22 +59,19 @@ def _template(text: str) -> str:
 Topic = Annotated[str, AfterValidator(_template)]
 
 
+class Closable(Protocol):
+    """A link."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
 class QueueSettings(SecuredSettings):
     """Base class for the settings of queues.
 
-    A kind is a folder of `saf.destinations` with its name. The modules of the folder are imported
-    where they are used, because drivers lack Arrow, and some machines the kind's client:
-
-        server     `open_link` connects a link, and `errors` translates its errors; `guarantee`
-                   returns the promise of the server's settings
-        reading    `read` opens what is stored there for reading, if the kind reads back
-        `stores`   the module and the class of the destination
+    The folder of a kind has a module ``server``: its class `Link` connects to the server when it is
+    made, and its function `errors` translates the errors of a link.
     """
-
-    client: ClassVar[str | None] = None
-    """Module of the client; None if saf speaks the protocol itself."""
-    stores: ClassVar[tuple[str, str]]
-    """Module and class of the destination."""
 
     topic: Topic = "{service}"
     """Template of the topic that messages are stored under, with `{service}`, `{message_type}`,
@@ -87,54 +80,86 @@ class QueueSettings(SecuredSettings):
     """Names of headers: `saf-id` and so on, or as CloudEvents: `cloudevents` in binary mode,
     `cloudevents-structured` with the whole event as the body."""
 
-    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
-        """Return the destination; see `DestinationSettings.open`."""
-        module, destination = self.stores
-        return cast("Destination", getattr(self._module(name, module), destination)(name, self))
+    def link(self, name: str) -> Any:
+        """Return a link that is connected; the caller closes it.
 
-    @classmethod
-    def _folder(cls) -> str:
-        return str(cls.model_fields["kind"].default)
+        Raises:
+            Unavailable: the server does not answer, or refuses.
+        """
+        with self.errors(name):
+            return self._module(name, "server").Link(name, self)
 
-    def _module(self, name: str, module: str) -> ModuleType:
-        """Import a module of the kind's folder; raise `Refused` if the client is missing."""
-        folder = self._folder()
-        with client_needed(name, folder) if self.client else nullcontext():
-            return import_module(f"{FOLDER}.{folder}.{module}")
+    def errors(self, name: str) -> AbstractContextManager[None]:
+        """Translate the errors of a link."""
+        errors = self._module(name, "server").errors
+        return cast("AbstractContextManager[None]", errors(f"destination {name!r}", self))
 
     @contextmanager
     def connected(self, name: str) -> Iterator[Any]:
         """Open a link, and translate its errors; see `LinkedSettings.connected`."""
-        server = self._module(name, "server")
-        link = server.open_link(name, self)
-        try:
-            with server.errors(link.what, self):
-                yield link
-        finally:
-            link.close()
-
-    def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """Open what is stored there for reading; see `DestinationSettings.reading`.
-
-        Raises:
-            CannotReadBack: the kind cannot be read back, or messages were removed.
-        """
-        if not self.capabilities.reads_back:
-            return super().reading(name)
-        return cast(
-            "AbstractContextManager[Reading]", self._module(name, "reading").read(name, self)
-        )
-
-    def guarantee(self, name: str) -> Guarantee:
-        """Return the promise of the server's settings; see `DestinationSettings.guarantee`."""
-        with self.connected(name) as link:
-            return cast("Guarantee", self._module(name, "server").guarantee(link))
+        with closing(self.link(name)) as link, self.errors(name):
+            yield link
 
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
         """Raise if messages must not be stored there; see `DestinationSettings.problems`."""
         with self.connected(name) as link:
             link.look()
         yield from ()
+
+
+Link = TypeVar("Link", bound=Closable)
+Settings = TypeVar("Settings", bound=QueueSettings)
+
+
+class Queue(ABC, Generic[Link, Settings]):
+    """Part of a `saf.destinations.Destination`: its link, which stays open while a task uses it."""
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.name = name
+        self.what = f"destination {name!r}"
+        self.settings = settings
+        self._link: Link | None = None
+        self._identity: UUID | None = None
+
+    @abstractmethod
+    def _prepare(self, link: Link) -> UUID:
+        """Ensure that the server keeps its messages; return its identity."""
+
+    def identity(self) -> UUID:
+        """Return the server's identity; a server without one becomes a destination."""
+        self.connect()
+        assert self._identity is not None  # noqa: S101 - set by connect()
+        return self._identity
+
+    def connect(self) -> None:
+        """Connect, and ensure that the server keeps its messages."""
+        if self._link is not None:
+            return
+        self._link = self.settings.link(self.name)
+        try:
+            with self._connected() as link:
+                self._identity = self._prepare(link)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the link, if one is open."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    @contextmanager
+    def _connected(self) -> Iterator[Link]:
+        """Yield the link; after an error, translate the error and close the link."""
+        link = self._link
+        assert link is not None  # noqa: S101 - connected before
+        try:
+            with self.settings.errors(self.name):
+                yield link
+        except Unavailable:
+            self.close()
+            raise
 
 
 def kept_by(servers: int) -> str:
@@ -145,43 +170,3 @@ def kept_by(servers: int) -> str:
             "acknowledged"
         )
     return f"{servers} servers have each message, most of them before it is acknowledged"
-
-
-def unusable(what: str, reason: str, cure: str) -> Refused:
-    """Return the error for a queue that an operator must fix; not for a refused login."""
-    error = Refused(what, reason, cure)
-    error.args = (f"{what} cannot be used: {reason}. {cure[0].upper()}{cure[1:]}",)
-    return error
-
-
-@contextmanager
-def readable(what: str, said: str, cure: str) -> Iterator[None]:
-    """Read a destination's own state in this block. If it is damaged, no message is at fault.
-
-    ``said`` names the state, such as "its marks".
-
-    Raises:
-        Refused: the state is not as saf writes it.
-    """
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        reason = f"{said} cannot be read ({type(error).__name__}: {error})"
-        raise unusable(what, reason, cure) from None
-
-
-@contextmanager
-def client_needed(name: str, extra: str) -> Iterator[None]:
-    """Import a client in this block. If it is missing, only this destination's messages wait.
-
-    Raises:
-        Refused: the extra is not installed here.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise unusable(
-            f"destination {name!r}",
-            f"its client is not installed here ({error})",
-            f"install it: pip install 'saf-outbox[{extra}]', also where Spark's executors are",
-        ) from None

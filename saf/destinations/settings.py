@@ -4,6 +4,13 @@ Each kind has a class derived from `DestinationSettings`, in a module that is qu
 forwarder's driver reads settings and has no Arrow. The class declares the kind's capabilities, and
 opens the destination. `saf.destinations.kinds` finds the class by the kind's name.
 
+Each of saf's own kinds is a folder of `saf.destinations` with the kind's name. The folder's other
+modules are imported where they are used, because drivers lack Arrow, and some machines the kind's
+client. A package's own kind overrides `DestinationSettings.open` instead.
+
+*Links.* A link is a connection of saf's own with bounded waits, maybe with TLS. The driver uses a
+link to ask a destination for its identity and its marks: `LinkedSettings`, `SecuredSettings`.
+
 *Secrets.* Settings are logged, printed and shown in errors. So a secret is a `pydantic.SecretStr`,
 or part of a `saf.database.Dsn`: both hide it. Any other field whose name suggests a secret is
 rejected when its class is defined. A message of a server or a driver may quote a secret:
@@ -14,25 +21,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, get_args
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast, get_args
 from uuid import UUID
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PrivateAttr,
+    model_validator,
+)
 
 from saf.database import Dsn
 from saf.database.bounds import Bounds
-from saf.destinations import Capabilities, Destination
+from saf.destinations import Capabilities, Destination, Reading
 from saf.destinations.marks import Known
-from saf.destinations.reading import Reading
-from saf.errors import CannotReadBack
+from saf.errors import CannotReadBack, Refused
 
 if TYPE_CHECKING:
     from saf.log.ring import Archive
 
 Quality = Literal["at_most_once", "at_least_once", "exactly_once"]
+
+MAY_HOLD_A_SECRET = re.compile(r"pass|secret|token|credential|dsn|ur[il]\b|ur[il]_", re.IGNORECASE)
 
 
 def within(lowest: float, highest: float) -> AfterValidator:
@@ -54,8 +74,6 @@ def _dsn(value: object) -> object:
 Connections = Annotated[int, within(1, 100_000)]
 DsnField = Annotated[Dsn, BeforeValidator(_dsn), PlainSerializer(str)]
 
-MAY_HOLD_A_SECRET = re.compile(r"pass|secret|token|credential|dsn|ur[il]\b|ur[il]_", re.IGNORECASE)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
@@ -75,6 +93,11 @@ class DestinationSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
     capabilities: ClassVar[Capabilities] = Capabilities()
+    client: ClassVar[str | None] = None
+    """Module of the client; None if saf needs no client."""
+    stores: ClassVar[tuple[str, str]]
+    """Module of the kind's folder, and its class of the destination. The module's function `read`
+    opens the destination for reading back."""
 
     kind: str
     """Kind of destination; see `saf.destinations.kinds`."""
@@ -113,9 +136,10 @@ class DestinationSettings(BaseModel):
 
     # For every kind
 
-    def open(self, name: str, *, keep: bool = False) -> Destination:
+    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - for some kinds
         """Return the destination, not connected yet. ``keep``: stay connected for the next task."""
-        raise NotImplementedError(name, keep)
+        module, destination = self.stores
+        return cast("Destination", getattr(self._module(name, module), destination)(name, self))
 
     def identity(self, name: str) -> UUID:
         """Return the destination's identity like `Destination.identity`, over its own connection.
@@ -134,12 +158,15 @@ class DestinationSettings(BaseModel):
         raise NotImplementedError(name, source, role)
 
     def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """Open the destination for reading back; see `saf.destinations.reading`.
+        """Open the destination for reading back; see `saf.destinations`.
 
         Raises:
             CannotReadBack: the destination cannot be read back, or can no longer be.
         """
-        raise CannotReadBack(name, f"its kind, {self.kind!r}, cannot be read back")
+        if not self.capabilities.reads_back:
+            raise CannotReadBack(name, f"its kind, {self.kind!r}, cannot be read back")
+        module, _ = self.stores
+        return cast("AbstractContextManager[Reading]", self._module(name, module).read(name, self))
 
     def broker(self) -> Dsn | None:
         """Return the dsn if this is a broker, where services and ends of dialogs live."""
@@ -195,6 +222,18 @@ class DestinationSettings(BaseModel):
         """
         return Guarantee(server=f"kind {self.kind!r}", promise=self.quality.replace("_", " "))
 
+    # For saf's own kinds
+
+    @classmethod
+    def _folder(cls) -> str:
+        return str(cls.model_fields["kind"].default)
+
+    def _module(self, name: str, module: str) -> ModuleType:
+        """Import a module of the kind's folder; raise `Refused` if the client is missing."""
+        folder = self._folder()
+        with client_needed(name, folder) if self.client else nullcontext():
+            return import_module(f"{__package__}.{folder}.{module}")
+
     # Secrets
 
     def redact(self, text: str) -> str:
@@ -207,3 +246,117 @@ class DestinationSettings(BaseModel):
             elif isinstance(value, pydantic.SecretStr) and value.get_secret_value():
                 text = text.replace(value.get_secret_value(), "***")
         return " ".join(text.split())
+
+
+class LinkedSettings(DestinationSettings):
+    """Base class for the settings of kinds with links."""
+
+    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
+
+    @property
+    def bounds(self) -> Bounds:
+        """Limits of all waits."""
+        return self._bounds
+
+    def bounded(self, bounds: Bounds) -> Self:
+        """Return these settings with saf.toml's ``[bounds]``."""
+        copy = self.model_copy()
+        copy._bounds = bounds
+        return copy
+
+    def connected(self, name: str) -> AbstractContextManager[Any]:
+        """Open a link for a ``with`` block; it has `identity`, `known` and `guarantee` at least.
+
+        Typed as `Any`, so that modules imported early do not need each kind's own type.
+        """
+        raise NotImplementedError(name)
+
+    def identity(self, name: str) -> UUID:
+        """Return the identity of the other end; see `DestinationSettings.identity`."""
+        with self.connected(name) as link:
+            identity: UUID = link.identity()
+            return identity
+
+    def known(self, name: str, source: UUID, *, role: str) -> Known:  # noqa: ARG002 - unused here
+        """Return the marks of a source; see `DestinationSettings.known`."""
+        with self.connected(name) as link:
+            known: Known = link.known(source)
+            return known
+
+    def guarantee(self, name: str) -> Guarantee:
+        """Return the promise of the other end's settings; see `DestinationSettings.guarantee`."""
+        with self.connected(name) as link:
+            promise: Guarantee = link.guarantee()
+            return promise
+
+
+class SecuredSettings(LinkedSettings):
+    """Base class for the settings of kinds with TLS."""
+
+    turn_on_tls: ClassVar[str]
+    """How to turn TLS on, for an error."""
+
+    ca_file: Path | None = None
+    """With TLS: CA certificates that verify the server's. Default: the system's."""
+    certificate_file: Path | None = None
+    """With TLS: the client's certificate."""
+    key_file: Path | None = None
+    """With TLS: the key of the client's certificate."""
+
+    @property
+    def address(self) -> Any:
+        """Address of the server, in the kind's own form, with ``tls``."""
+        raise NotImplementedError
+
+    @property
+    def uses_tls(self) -> bool:
+        """Return True if TLS is on."""
+        return bool(self.address.tls)
+
+    @model_validator(mode="after")
+    def _has_what_tls_needs(self) -> Self:
+        if (self.certificate_file is None) != (self.key_file is None):
+            raise ValueError("certificate_file and key_file belong together")
+        if not self.uses_tls and (self.ca_file or self.certificate_file):
+            raise ValueError(f"certificates need {self.turn_on_tls}")
+        return self
+
+
+def unusable(what: str, reason: str, cure: str) -> Refused:
+    """Return the error for a queue that an operator must fix; not for a refused login."""
+    error = Refused(what, reason, cure)
+    error.args = (f"{what} cannot be used: {reason}. {cure[0].upper()}{cure[1:]}",)
+    return error
+
+
+@contextmanager
+def readable(what: str, said: str, cure: str) -> Iterator[None]:
+    """Read a destination's own state in this block. If it is damaged, no message is at fault.
+
+    ``said`` names the state, such as "its marks".
+
+    Raises:
+        Refused: the state is not as saf writes it.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"{said} cannot be read ({type(error).__name__}: {error})"
+        raise unusable(what, reason, cure) from None
+
+
+@contextmanager
+def client_needed(name: str, extra: str) -> Iterator[None]:
+    """Import a client in this block. If it is missing, only this destination's messages wait.
+
+    Raises:
+        Refused: the extra is not installed here.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise unusable(
+            f"destination {name!r}",
+            f"its client is not installed here ({error})",
+            f"install it: pip install 'saf-outbox[{extra}]', also where Spark's executors are",
+        ) from None

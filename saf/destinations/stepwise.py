@@ -12,11 +12,9 @@ is given again. Rejected messages are found before the first step.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -26,7 +24,8 @@ from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.mapping import Mapped
 from saf.destinations.marks import Mark, Place, read, written
 from saf.destinations.places import Verdict, guarded, judged, last_of, refuse
-from saf.destinations.queues import readable
+from saf.destinations.queues import Link, Queue, Settings
+from saf.destinations.settings import readable
 from saf.errors import Unavailable
 from saf.failpoints import fail_point
 
@@ -35,8 +34,6 @@ ATTEMPTS = 20
 
 CURE = "restore their values; or remove them, and saf rebase sends missing messages"
 """Cure for marks that were not written by saf."""
-
-Link = TypeVar("Link")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,32 +62,10 @@ class Cut:
     places: Sequence[Place]
 
 
-class Stepwise(ABC, Generic[Link]):
+class Stepwise(Queue[Link, Settings]):
     """A `saf.destinations.Destination`; a subclass implements its queue."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.what = f"destination {name!r}"
-        self._link: Link | None = None
-        self._identity: UUID | None = None
-
     # For subclasses
-
-    @abstractmethod
-    def _open(self) -> Link:
-        """Connect."""
-
-    @abstractmethod
-    def _prepare(self, link: Link) -> UUID:
-        """Ensure that the queue keeps its messages; return its identity."""
-
-    @abstractmethod
-    def _shut(self, link: Link) -> None:
-        """Close a connection."""
-
-    @abstractmethod
-    def _errors(self) -> AbstractContextManager[None]:
-        """Translate the client's errors."""
 
     @abstractmethod
     def _read(self, link: Link, source: UUID, places: Sequence[Place]) -> list[str]:
@@ -116,30 +91,6 @@ class Stepwise(ABC, Generic[Link]):
         """
 
     # For every queue
-
-    def identity(self) -> UUID:
-        """Return the server's identity; a server without one becomes a destination."""
-        self.connect()
-        assert self._identity is not None  # noqa: S101 - set by connect()
-        return self._identity
-
-    def connect(self) -> None:
-        """Connect, and ensure that the server keeps its messages."""
-        if self._link is not None:
-            return
-        self._link = self._open()
-        try:
-            with self._connected() as link:
-                self._identity = self._prepare(link)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the connection, if one is open."""
-        link, self._link = self._link, None
-        if link is not None:
-            self._shut(link)
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         """Store a chunk; see `saf.destinations.Destination`."""
@@ -212,18 +163,6 @@ class Stepwise(ABC, Generic[Link]):
                 after=new,
             )
             texts = {**texts, **new}
-
-    @contextmanager
-    def _connected(self) -> Iterator[Link]:
-        """Yield the connection; after an error, translate the error and close the connection."""
-        link = self._link
-        assert link is not None  # noqa: S101 - connected before
-        try:
-            with self._errors():
-                yield link
-        except Unavailable:
-            self.close()
-            raise
 
 
 def _left(rows: pa.Table, answers: Sequence[tuple[int, bool]]) -> pa.Table:

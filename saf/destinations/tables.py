@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from saf.destinations import Compared, Entry, Figures
 from saf.destinations.marks import Known
-from saf.destinations.reading import Compared, Entry, Figures
 
 HELD = pa.schema([
     ("message_id", pa.binary(16)), ("shard", pa.int64()), ("to_service", pa.string()),
@@ -45,7 +45,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class TableReading:
-    """A `saf.destinations.reading.Reading` of tables in memory."""
+    """A `saf.destinations.Reading` of tables in memory."""
 
     name: str
     is_: UUID

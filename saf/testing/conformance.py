@@ -39,9 +39,8 @@ import pytest
 
 from saf.columns import COLUMNS
 from saf.database import Dsn
-from saf.destinations import Chunk, Destination, Refusal, Stored
+from saf.destinations import Chunk, Compared, Destination, Refusal, Stored
 from saf.destinations.marks import AGAIN, MAIN, NOTHING, ONCE
-from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.errors import (
     Ahead,

@@ -17,9 +17,8 @@ import pytest
 
 from saf.config import Broker, Settings
 from saf.database import Dsn, fetch
-from saf.destinations import Capabilities
+from saf.destinations import Capabilities, Compared
 from saf.destinations.jsonl import Jsonl
-from saf.destinations.reading import Compared
 from saf.destinations.settings import DestinationSettings
 from saf.destinations.tables import uuid_hashes
 from saf.errors import CannotReadBack, Refused, Unavailable

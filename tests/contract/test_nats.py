@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -97,6 +98,18 @@ def test_an_answer_of_the_server_itself_is_none_of_who_listens(
         assert (answer.subject, status(answer), answer.data) == (inbox, "503", b"")
         with pytest.raises(NoResponders):
             of("nobody.listens", answer)
+    finally:
+        connection.close()
+
+
+def test_a_connection_that_its_client_has_closed_without_a_word_is_noticed(events: Nats) -> None:
+    connection = Connection("events", events)
+    try:
+        connection._client._status = connection._client.CLOSED
+        begun = time.monotonic()
+        with pytest.raises(ConnectionResetError):
+            connection.receive()
+        assert time.monotonic() - begun < events.bounds.statement_seconds / 2
     finally:
         connection.close()
 

@@ -16,7 +16,7 @@ from saf.destinations.delta.micro_batches import MicroBatches, heard
 from saf.destinations.delta.table import optimize
 from saf.destinations.iceberg import Iceberg
 from saf.destinations.kinds import archive_at
-from saf.destinations.lake.settings import LakeSettings
+from saf.destinations.lake import LakeSettings
 from saf.errors import Fenced, Unavailable
 from saf.operating.maintenance import purge_broker
 from saf.testing.forwarder import Forwarder

@@ -8,7 +8,7 @@ import pytest
 import saf
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn, fetch
-from saf.destinations.postgresql.reading import known_at
+from saf.destinations.postgresql import known_at
 from saf.errors import Restored
 from saf.operating.repair.rebase import rebase
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, run, send

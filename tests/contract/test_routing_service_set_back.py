@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from saf.database import Dsn, fetch
-from saf.destinations.postgresql.reading import known_at
+from saf.destinations.postgresql import known_at
 from saf.dialogs.comparing import compare
 from saf.dialogs.statements import Code
 from saf.operating.repair.rebase import rebase

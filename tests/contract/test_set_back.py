@@ -13,8 +13,8 @@ import pytest
 
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
+from saf.destinations.postgresql import known_at
 from saf.destinations.postgresql.inbox import PostgresInbox
-from saf.destinations.postgresql.reading import known_at
 from saf.errors import Unavailable, UsageError
 from saf.failpoints import arm
 from saf.forwarding.runner import run_item

@@ -21,8 +21,8 @@ from saf.broker.senders import add_senders, remove_senders
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.database.sqlstates import Meaning, meaning, translated
+from saf.destinations.postgresql import known_at
 from saf.destinations.postgresql.inbox import PostgresInbox
-from saf.destinations.postgresql.reading import known_at
 from saf.errors import ConfigurationError, RowsGone, UsageError
 from saf.operating.maintenance import purge_broker
 from saf.operating.repair.rebase import rebase

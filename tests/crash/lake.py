@@ -23,7 +23,7 @@ from saf.destinations.delta import Delta
 from saf.destinations.delta.table import optimize
 from saf.destinations.iceberg import Iceberg
 from saf.destinations.iceberg.link import Link
-from saf.destinations.lake.settings import LakeSettings
+from saf.destinations.lake import LakeSettings
 from saf.destinations.settings import DestinationSettings
 from saf.errors import SafError
 from tests import delta_table, iceberg_table

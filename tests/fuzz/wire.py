@@ -11,10 +11,9 @@ from uuid import UUID
 import pyarrow as pa
 from hypothesis import strategies as st
 
-from saf.destinations.events import MEDIA_TYPE, attributes_of
 from saf.destinations.https import wire
 from saf.destinations.https.chunks import METADATA, body_of, chunk_of
-from saf.destinations.mapping import _own
+from saf.destinations.mapping import MEDIA_TYPE, _own, attributes_of
 from saf.errors import InvalidMessage, NotVerified, Rejected
 from saf.message import Message, encode
 from saf.receiving.dispatch.calls import XmlRpc

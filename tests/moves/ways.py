@@ -21,7 +21,7 @@ from psycopg import sql
 from saf import Restored
 from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn, fetch
-from saf.destinations.postgresql.reading import known_at
+from saf.destinations.postgresql import known_at
 from saf.errors import UsageError
 from saf.operating.repair.rebase import rebase
 from tests.needed import absent, needed

@@ -9,7 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from saf import cli
 from saf.cli import app
+from saf.errors import UsageError
 
 
 def groups(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -33,3 +35,9 @@ def test_no_commands_line_is_cut_at_80_columns(words: tuple[str, ...]) -> None:
 
 def test_all_groups_of_commands_are_looked_at() -> None:
     assert {(), ("route",), ("dead",)} < set(GROUPS)
+
+
+def test_without_its_package_the_demo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("saf.cli.DEMO", "saf_demo_that_is_not_there")
+    with pytest.raises(UsageError, match="saf_demo_that_is_not_there, which is not installed"):
+        cli._demo()()

@@ -9,9 +9,8 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 from pydantic import ValidationError
 
-from saf.destinations.kafka import Kafka
+from saf.destinations.kafka import Kafka, brokers_of
 from saf.destinations.kafka.client import Voices, settings_of
-from saf.destinations.kafka.names import brokers
 from saf.destinations.kafka.transactions import records
 from saf.destinations.mapping import mapped
 from saf.errors import Refused
@@ -41,7 +40,7 @@ SECRET = {"sasl_oauthbearer_client_secret": "hunter2"}
 )
 def test_brokers_that_are_none_are_refused_with_what_is_wrong(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said) as caught:
-        brokers(text)
+        brokers_of(text)
     assert "hunter2" not in str(caught.value)
 
 

@@ -152,13 +152,13 @@ def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
     ]
 
 
-def test_only_the_command_line_knows_the_demos() -> None:
+def test_saf_does_not_know_the_demos() -> None:
     knows = {
         name
         for name, tree in modules().items()
         if any(one.startswith("saf_demo") for one in imports(tree, for_types=True))
     }
-    assert knows == {"saf.cli"}
+    assert knows == set()
 
 
 def test_receiving_knows_no_dialogs() -> None:

@@ -8,8 +8,8 @@
     [destinations.lake.promote]             # members of JSON bodies that get a column
     amount = "double"
 
-`saf.destinations.delta.table` describes how a chunk is stored, `saf.destinations.lake.columns` the
-rows, `saf.destinations.delta.log` where the marks are. The client is the extra ``delta``, the
+`saf.destinations.delta.table` describes how a chunk is stored, `saf.destinations.lake.table` the
+rows, `saf.destinations.delta.files` where the marks are. The client is the extra ``delta``, the
 package deltalake: no JVM.
 """
 
@@ -17,18 +17,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationError
 
 from saf.database import Dsn
-from saf.destinations import Destination
-from saf.destinations.lake.settings import LakeSettings, said
-from saf.destinations.queues import client_needed
-from saf.destinations.reading import Reading
-from saf.destinations.settings import Guarantee
+from saf.destinations.lake import LakeSettings, said
 from saf.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -51,6 +47,9 @@ def _table(text: str) -> str:
 class Delta(LakeSettings):
     """Settings of a table of Delta Lake."""
 
+    client: ClassVar[str | None] = "deltalake"
+    stores: ClassVar[tuple[str, str]] = ("table", "Table")
+
     kind: Literal["delta"] = "delta"
     table: Annotated[str, AfterValidator(_table)]
     """Table: an existing folder, or an address such as `s3://bucket/table`. An empty one becomes a
@@ -58,6 +57,11 @@ class Delta(LakeSettings):
     storage_options: dict[str, SecretStr] = Field(default_factory=dict)
     """Options of the object store's client, such as `AWS_ACCESS_KEY_ID`; all of their values count
     as secret."""
+
+    @property
+    def has_day(self) -> bool:
+        """Return True if the table is partitioned by day: its rows name the day."""
+        return self.partition_by == "day"
 
     @property
     def folder(self) -> Path | None:
@@ -76,24 +80,10 @@ class Delta(LakeSettings):
         }
         return waits | said(self.storage_options)
 
-    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
-        """Return the table as a destination; see `DestinationSettings.open`."""
-        with client_needed(name, "delta"):
-            from saf.destinations.delta.table import Table  # needs Arrow, which drivers lack
-        return Table(name, self)
-
     @contextmanager
     def connected(self, name: str) -> Iterator[Link]:
         """Open a link; see `LinkedSettings.connected`."""
-        with client_needed(name, "delta"):
-            from saf.destinations.delta.link import Link
-        yield Link(name, self)
-
-    def reading(self, name: str) -> AbstractContextManager[Reading]:
-        """Open the table for reading; see `DestinationSettings.reading`."""
-        with client_needed(name, "delta"):
-            from saf.destinations.delta.table import read
-        return read(name, self)
+        yield self._module(name, "link").Link(name, self)
 
     @classmethod
     def at(cls, place: str) -> Self:
@@ -115,7 +105,7 @@ class Delta(LakeSettings):
         """Yield the table's problems; see `DestinationSettings.problems`."""
         with self.connected(name) as link:
             from saf.destinations.delta.link import restored
-            from saf.destinations.delta.making import check
+            from saf.destinations.delta.table import check
 
             table = link.load()
             if table is None:
@@ -129,19 +119,3 @@ class Delta(LakeSettings):
                 "saf's marks then, and not the messages",
                 "saf reconcile, which names missing messages; restore a copy of the folder instead",
             )
-
-    def probe(self, name: str) -> Iterator[tuple[str, str]]:
-        """Test competing commits in an object store; see `DestinationSettings.probe`."""
-        if self.folder:
-            return
-        with self.connected(name) as link:
-            from saf.destinations.delta.probing import probe
-
-            yield from probe(link)
-
-    def guarantee(self, name: str) -> Guarantee:
-        """Return the promise of the table's place; see `DestinationSettings.guarantee`."""
-        with self.connected(name) as link:
-            from saf.destinations.delta.probing import guarantee
-
-            return guarantee(link)

@@ -27,13 +27,11 @@ from deltalake.transaction import AddAction
 
 from saf.columns import IN_TABLES, SPARK
 from saf.database import Dsn
-from saf.destinations.delta.appending import commit, gathered, sync, write
-from saf.destinations.delta.files import Files
+from saf.destinations.delta.files import OURS, Files, commit, gathered, sync, write
 from saf.destinations.delta.link import Link
-from saf.destinations.delta.log import OURS
-from saf.destinations.delta.making import PROPERTIES, check_others, type_of
-from saf.destinations.lake.state import ARCHIVE
-from saf.destinations.queues import unusable
+from saf.destinations.delta.table import PROPERTIES, check_others, type_of
+from saf.destinations.lake import ARCHIVE
+from saf.destinations.settings import unusable
 from saf.destinations.texts import uuids
 from saf.errors import Unavailable
 from saf.failpoints import fail_point

@@ -3,9 +3,13 @@
 Besides its rows, saf's table has:
 
     saf.destination     a property: the destination's identity, which stays if the table is moved
-    saf:…               application transactions: the marks; see `saf.destinations.delta.log`
+    saf:…               application transactions: the marks; see `saf.destinations.delta.files`
 
 This module does not use Arrow, because a forwarder's driver asks for the identity.
+
+`Link.guarantee` returns the promise, and findings about what deltalake needs, such as compaction;
+it writes nothing. A loss always takes the marks back with the messages. The loss is noticed at the
+next contact, and `saf rebase` sends the lost messages again.
 """
 
 from __future__ import annotations
@@ -19,15 +23,15 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError, DeltaProtocolError, TableNotFoundError
 
-from saf.destinations.lake.state import DESTINATION, State
+from saf.destinations.lake import DESTINATION, State, compactable, untested
 from saf.destinations.marks import Known
-from saf.destinations.queues import readable, unusable
+from saf.destinations.settings import Guarantee, readable, unusable
 from saf.errors import Refused, Unavailable
 from saf.log.disk import unavailable_if_lost
 
 if TYPE_CHECKING:
     from saf.destinations.delta import Delta
-    from saf.destinations.delta.log import Log
+    from saf.destinations.delta.files import Log
 
 DENIED = ("lacked the necessary privileges", "lacked valid authentication credentials")
 """Words in error texts for an object store's refused login; its client has no error codes."""
@@ -65,7 +69,10 @@ class Link:
         A future identity is computed from the address. So a table that is gone is not taken for a
         new one: it is the same one, without its acknowledged data.
         """
-        table = self.load()
+        return self.identity_of(self.load())
+
+    def identity_of(self, table: DeltaTable | None) -> UUID:
+        """Return the identity of a version of the table."""
         identity = table.metadata().configuration.get(DESTINATION) if table else None
         return UUID(identity) if identity else self.first_identity()
 
@@ -76,7 +83,11 @@ class Link:
 
     def known(self, source: UUID) -> Known:
         """Return how far the table has got with a source."""
-        table, identity = self.load(), self.identity()
+        return self.known_of(self.load(), source)
+
+    def known_of(self, table: DeltaTable | None, source: UUID) -> Known:
+        """Return how far a version of the table has got with a source."""
+        identity = self.identity_of(table)
         if table is None:
             return State().known(identity)
         with self.errors():
@@ -88,7 +99,7 @@ class Link:
         Raises:
             Refused: the marks in the log are not as saf writes them.
         """
-        from saf.destinations.delta.log import state_of
+        from saf.destinations.delta.files import state_of
 
         cure = "restore the table to a version before somebody changed them, or name another table"
         with readable(self.what, "its marks in the log of its table", cure):
@@ -96,8 +107,7 @@ class Link:
 
     def log(self) -> Log:
         """Return the table's log, not yet read."""
-        from saf.destinations.delta.files import Files
-        from saf.destinations.delta.log import Log
+        from saf.destinations.delta.files import Files, Log
 
         settings = self.settings
         return Log(Files(settings.table, settings.folder, settings.options))
@@ -133,6 +143,41 @@ class Link:
         """Return an error's text on one line, without secrets."""
         text = COLOURS.sub("", str(error)).replace("↳", "")
         return self.settings.redact(text) or type(error).__name__
+
+    def probe(self) -> Iterator[tuple[str, str]]:
+        """Test whether an object store keeps commits apart; see `saf.destinations.delta.files`."""
+        if self.settings.folder is None:
+            from saf.destinations.delta.files import probe
+
+            with self.errors():
+                yield from probe(self.what, self.settings)
+
+    def guarantee(self) -> Guarantee:
+        """Return the table's promise where it is now."""
+        from saf.destinations.delta.files import sizes_of
+
+        settings, table = self.settings, self.load()
+        findings: list[tuple[str, str]] = []
+        server = f"no Delta table yet, {settings.table}"
+        if table is not None:
+            with self.errors():
+                sizes = sizes_of(table)
+            version = table.version()
+            server = f"Delta table of {len(sizes):,} files, version {version:,}, {settings.table}"
+            findings += compactable(len(sizes), sum(sizes), f"saf lake optimize {self.name}")
+        kept = "a crash of the process or of the machine loses nothing that was acknowledged"
+        if settings.folder is None:
+            kept = (
+                "acknowledged messages are as safe as the object store; the store must refuse to "
+                "overwrite a file of the log, which saf destination check tries"
+            )
+            findings += untested(settings.table)
+        return Guarantee(
+            server=server,
+            promise=f"{settings.quality.replace('_', ' ')}; {kept}; a loss is detected, and saf "
+            "rebase sends the lost messages again",
+            more=tuple(findings),
+        )
 
 
 def restored(table: DeltaTable) -> int | None:

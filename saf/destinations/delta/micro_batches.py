@@ -34,11 +34,10 @@ from deltalake.transaction import AddAction
 from pyarrow import types
 
 from saf.destinations.delta import Delta
-from saf.destinations.delta.appending import commit, gathered, sync, write
-from saf.destinations.delta.files import Files
+from saf.destinations.delta.files import Files, commit, gathered, sync, write
 from saf.destinations.delta.link import Link
-from saf.destinations.delta.making import check_others, type_of
-from saf.destinations.queues import unusable
+from saf.destinations.delta.table import check_others, type_of
+from saf.destinations.settings import unusable
 from saf.errors import ConfigurationError, NotThisStream, Unavailable
 from saf.log.disk import make_folder
 

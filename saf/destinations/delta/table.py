@@ -1,11 +1,18 @@
-"""A Delta table: chunks are appended to it, the rows are read back, and its files are maintained.
+"""A Delta table: made, appended to chunk by chunk, read back, and maintained.
+
+*Making* (`ready`) creates a missing table. A table that saf did not create is used as it is, if it
+can have saf's columns. Missing columns are added: Delta changes no files for this, and older rows
+are NULL there. If another task changes the table at the same time, `ready` tries again, `ATTEMPTS`
+times at most. A table is refused, with a cure, if saf's rows do not fit: if its partitions or its
+types differ, or if it requires values, constraints or features that saf does not provide. An
+archive of logs is refused, too. No existing column is changed.
 
 *Appending* (`Table`) follows `saf.destinations.lake.table`. A chunk becomes one Parquet file per
 partition, and the commit moves the marks as application transactions
-(`saf.destinations.delta.appending`). The commit fails if another process has committed for the same
-shards since the table was read, because both set the numbers of the same transactions
-(`saf.destinations.delta.log`). Tasks with other shards, and processes that compact or delete, do
-not conflict. `saf lake optimize` removes the files that a killed process leaves.
+(`saf.destinations.delta.files`). The commit fails if another process has committed for the same
+shards since the table was read, because both set the numbers of the same transactions. Tasks with
+other shards, and processes that compact or delete, do not conflict. `saf lake optimize` removes the
+files that a killed process leaves.
 
 If a machine loses power during the commit, which is not acknowledged yet, the file of the log may
 be empty, which is an empty version, or torn, which deltalake refuses until the file is removed.
@@ -23,26 +30,35 @@ their files, and so do commits that are under way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.dataset as ds
-from deltalake import DeltaTable
+from deltalake import DeltaTable, Field, Schema
+from deltalake.exceptions import DeltaError
 from deltalake.transaction import AddAction
 
-from saf.destinations.delta.appending import commit, sync, write
-from saf.destinations.delta.files import Files, sizes_of
+from saf.destinations import Reading
+from saf.destinations.delta.files import (
+    Files,
+    Log,
+    checkpoint_of,
+    commit,
+    file_of,
+    sizes_of,
+    sync,
+    transactions,
+    write,
+)
 from saf.destinations.delta.link import Link, removed
-from saf.destinations.delta.log import Log, checkpoint_of, file_of, state_of, transactions
-from saf.destinations.delta.making import BY, COUNTED, ready, rows_of
-from saf.destinations.lake.state import DESTINATION, State
-from saf.destinations.lake.table import COLUMNS, Change, LakeTable, reading
-from saf.destinations.marks import Known
-from saf.destinations.reading import Reading
+from saf.destinations.lake import ARCHIVE, DAY, DESTINATION, State
+from saf.destinations.lake.table import COLUMNS, Change, LakeTable, reading, rows_of, schema
+from saf.destinations.settings import unusable
 from saf.errors import Unavailable, UsageError
 from saf.failpoints import fail_point
 
@@ -53,6 +69,27 @@ RECENT = 20
 """Latest versions to make durable when the table is opened, whichever process wrote them."""
 LEAST_HOURS = 1
 """Least hours to keep; longer than any commit takes."""
+
+BY: Mapping[str, tuple[str, ...]] = {"day": (DAY,), "service": ("to_service",), "nothing": ()}
+"""Columns that a table is partitioned by, by the setting."""
+COUNTED = ("id", "created_at")
+"""Columns whose minimum and maximum are recorded for each file."""
+PROPERTIES = {
+    # readers may skip files only by these columns, because only these are counted
+    "delta.dataSkippingStatsColumns": ",".join(COUNTED),
+    # a task first reads the log since the last checkpoint
+    "delta.checkpointInterval": "20",
+}
+NOT_KEPT = {
+    "columnMapping": "columns have other names in its files (column mapping)",
+    "generatedColumns": "it has columns that are computed",
+    "identityColumns": "it has columns that number themselves",
+    "rowTracking": "it numbers its rows (row tracking)",
+    "icebergCompatV1": "its files are read as Iceberg, too",
+    "icebergCompatV2": "its files are read as Iceberg, too",
+}
+"""Table features that require more of a writer, each with the reason why saf refuses it."""
+ATTEMPTS = 5
 
 
 @dataclass(kw_only=True)
@@ -160,13 +197,6 @@ def read(name: str, settings: Delta) -> Iterator[Reading]:
     """Open the newest version of the table for reading."""
     link = Link(name, settings)
     table = link.load()
-    identity = link.identity()
-
-    def known(source: UUID) -> Known:
-        if table is None:
-            return State().known(identity)
-        with link.errors():
-            return state_of(source, link.log().at(table.version())).known(identity)
 
     def rows(source: UUID) -> pa.Table:
         assert table is not None  # noqa: S101 - not called without a table
@@ -176,6 +206,7 @@ def read(name: str, settings: Delta) -> Iterator[Reading]:
 
     with link.errors():
         gone = table is not None and removed(table)
+    known, identity = partial(link.known_of, table), link.identity_of(table)
     yield reading(name, identity, rows if table else None, known, removed=gone)
 
 
@@ -219,3 +250,130 @@ def optimize(name: str, settings: Delta, *, keep_hours: int, dry_run: bool) -> O
         bytes_after=sum(new_sizes),
         removed=len(removed_files),
     )
+
+
+def ready(link: Link) -> DeltaTable:
+    """Return the table with all columns; create it if it does not exist.
+
+    Raises:
+        Refused: saf's messages cannot be appended to the table.
+        Unavailable: the table cannot be created or changed now.
+    """
+    for _ in range(ATTEMPTS):
+        table = link.load()
+        with link.errors():
+            try:
+                if table is None:
+                    _make(link)
+                    continue
+                check(link, table)
+                if not _complete(link, table):
+                    return table
+            except DeltaError as error:
+                last = error  # another task may have done the same
+    raise Unavailable(link.what, f"the table cannot be made ready: {link.said(last)}")
+
+
+def _make(link: Link) -> None:
+    settings = link.settings
+    DeltaTable.create(
+        settings.table,
+        schema(settings),
+        partition_by=[*BY[settings.partition_by]],
+        description="messages, appended by saf",
+        configuration={DESTINATION: str(link.first_identity()), **PROPERTIES},
+        storage_options=settings.options,
+        raise_if_key_not_exists=False,
+    )
+
+
+def _complete(link: Link, table: DeltaTable) -> bool:
+    """Add missing columns or the identity; return True if the table has changed."""
+    existing = {field.name for field in table.schema().fields}
+    missing = [
+        field
+        for field in Schema.from_arrow(schema(link.settings)).fields
+        if field.name not in existing
+    ]
+    if missing:
+        table.alter.add_columns(missing)
+    elif DESTINATION not in table.metadata().configuration:
+        identity = {DESTINATION: str(link.first_identity())}
+        table.alter.set_table_properties(identity, raise_if_not_exists=False)
+    else:
+        return False
+    return True
+
+
+def check(link: Link, table: DeltaTable) -> None:
+    """Check that rows can be appended to a table as they are.
+
+    Raises:
+        Refused: they cannot.
+    """
+    settings, target = link.settings, schema(link.settings)
+    if ARCHIVE in table.metadata().configuration:
+        raise unusable(
+            link.what,
+            "its table is an archive of logs, where messages are that `saf purge` took",
+            "name another table",
+        )
+    partitions = tuple(table.metadata().partition_columns)
+    if partitions != BY[settings.partition_by]:
+        names = {columns: name for name, columns in BY.items()}
+        raise unusable(
+            link.what,
+            f"its table is partitioned by {', '.join(partitions) or 'nothing'}, not by "
+            f"{settings.partition_by}",
+            f'set partition_by = "{names[partitions]}" in saf.toml'
+            if partitions in names
+            else "name another table: it is one that saf has not made",
+        )
+    existing = {field.name.lower(): field for field in table.schema().fields}
+    for field in Schema.from_arrow(target).fields:
+        column = existing.pop(field.name.lower(), field)
+        if column.type != field.type or column.name != field.name:
+            raise unusable(
+                link.what,
+                f"the column {column.name!r} of its table is {type_of(column)}, and "
+                f"{field.name!r} is to be {type_of(field)}",
+                "promote it by another name, or with its own type"
+                if field.name in settings.promote
+                else "name another table",
+            )
+    check_others(link.what, table, [*existing.values()])
+
+
+def check_others(what: str, table: DeltaTable, others: Collection[Field]) -> None:
+    """Check that rows need only their own columns; ``others`` are the table's remaining columns.
+
+    Raises:
+        Refused: rows need more.
+    """
+    required = [field.name for field in others if not field.nullable]
+    if required:
+        raise unusable(
+            what,
+            f"the column {required[0]!r} of its table must have a value",
+            "ALTER TABLE … ALTER COLUMN … DROP NOT NULL, or name another table",
+        )
+    properties = table.metadata().configuration
+    features = {*(table.protocol().writer_features or ())}
+    if properties.get("delta.columnMapping.mode", "none") != "none":
+        features.add("columnMapping")
+    if any("delta.generationExpression" in (field.metadata or {}) for field in others):
+        features.add("generatedColumns")
+    for feature, why in NOT_KEPT.items():
+        if feature in features:
+            raise unusable(what, why, "name another table, which saf makes itself")
+    if any(name.startswith("delta.constraints.") for name in properties):
+        raise unusable(
+            what,
+            "its table has constraints, which saf does not check",
+            "drop them, or check the messages where they are read",
+        )
+
+
+def type_of(field: object) -> str:
+    """Return the type of a column in Delta's words."""
+    return str(getattr(field, "type", field)).removeprefix('PrimitiveType("').removesuffix('")')

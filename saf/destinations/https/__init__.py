@@ -8,7 +8,7 @@
 The other end serves `saf.webhooks.broker` at the URL ``server``. A URL with a login, a query or a
 fragment is rejected; ``http://`` is allowed only for this machine.
 
-`saf.destinations.https.wire` describes the protocol, `saf.destinations.https.remote` how a chunk is
+`saf.destinations.https.wire` describes the protocol, `saf.destinations.https.link` how a chunk is
 stored. No client library is needed.
 """
 
@@ -24,10 +24,9 @@ from urllib.parse import urlsplit
 import pydantic
 from pydantic import AfterValidator, SecretStr
 
-from saf.destinations import Capabilities, Destination
+from saf.destinations import Capabilities
 from saf.destinations.addresses import named_host, reading_url
-from saf.destinations.linked import SecuredSettings
-from saf.destinations.settings import Guarantee
+from saf.destinations.settings import SecuredSettings
 from saf.errors import UsageError
 from saf.signing.webhook import key_of
 
@@ -98,6 +97,8 @@ class Https(SecuredSettings):
 
     turn_on_tls: ClassVar[str] = "TLS: use https:// instead of http://"
 
+    stores: ClassVar[tuple[str, str]] = ("link", "RemoteInbox")
+
     kind: Literal["https"] = "https"
     server: Annotated[str, AfterValidator(_address)]
     """URL at which the other end serves `saf.webhooks.broker`."""
@@ -118,12 +119,6 @@ class Https(SecuredSettings):
         """Parts of the URL."""
         return parse(self.server)
 
-    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
-        """Return the inbox as a destination; see `DestinationSettings.open`."""
-        from saf.destinations.https.remote import RemoteInbox  # needs Arrow, which drivers lack
-
-        return RemoteInbox(name, self)
-
     @contextmanager
     def connected(self, name: str) -> Iterator[Link]:
         """Open a link; see `LinkedSettings.connected`."""
@@ -131,8 +126,3 @@ class Https(SecuredSettings):
 
         with linked(name, self) as link:
             yield link
-
-    def guarantee(self, name: str) -> Guarantee:
-        """Return the promise of the other end's database; see `DestinationSettings.guarantee`."""
-        with self.connected(name) as link:
-            return link.guarantee()

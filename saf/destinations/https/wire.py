@@ -42,7 +42,7 @@ from uuid import UUID
 
 from saf.destinations import Chunk, Refusal
 from saf.destinations.marks import Known, Lower, Mark, Place
-from saf.destinations.queues import unusable
+from saf.destinations.settings import unusable
 from saf.errors import (
     Ahead,
     AnotherBroker,

@@ -11,7 +11,13 @@
     [destinations.lake.promote]                     # members of JSON bodies that get a column
     amount = "double"
 
-`saf.destinations.iceberg.table` describes how a chunk is stored, `saf.destinations.lake.columns`
+A catalog's address has no login:
+
+    sqlite:///folder/catalog.db        a file of this machine, also sqlite:////absolute/path
+    postgresql://host:5432/database    a database, with libpq's parameters after a ?
+    https://host/path                  a REST catalog
+
+`saf.destinations.iceberg.table` describes how a chunk is stored, `saf.destinations.lake.table`
 the rows, `saf.destinations.iceberg.marks` where the marks are, and why there. The client is the
 extra ``iceberg``, the package pyiceberg: no JVM.
 """
@@ -21,19 +27,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
 
-from saf.destinations import Destination
-from saf.destinations.iceberg.address import is_sql, parse
-from saf.destinations.lake.settings import LakeSettings
-from saf.destinations.queues import client_needed
-from saf.destinations.reading import Reading
-from saf.destinations.settings import Guarantee
+from saf.destinations.lake import LakeSettings
 
 if TYPE_CHECKING:
     from saf.destinations.iceberg.link import Link
+
+
+SQLITE = "sqlite:///"
+
+
+def _catalog(text: str) -> str:
+    """Parse a catalog's address; return it with the absolute path of a file.
+
+    >>> _catalog("postgresql://db1/lake")
+    'postgresql://db1/lake'
+
+    Raises:
+        ValueError: the address is invalid.
+    """
+    url = urlsplit(text)
+    if "@" in url.netloc or "password" in parse_qs(url.query):
+        raise ValueError("give a login by username = … and password = …, not in the address")
+    if text.startswith(SQLITE) and len(text) > len(SQLITE) and not url.query:
+        return SQLITE + str(Path(text.removeprefix(SQLITE)).absolute())
+    if url.scheme == "postgresql" or (url.scheme in ("http", "https") and url.hostname):
+        return text.rstrip("/")
+    raise ValueError(
+        f"{text!r} is not an address of a catalog, such as sqlite:///catalog.db, "
+        "postgresql://host/database or https://host"
+    )
 
 
 def _table(text: str) -> str:
@@ -51,8 +78,11 @@ def _warehouse(text: str) -> str:
 class Iceberg(LakeSettings):
     """Settings of a table of Apache Iceberg."""
 
+    client: ClassVar[str | None] = "pyiceberg"
+    stores: ClassVar[tuple[str, str]] = ("table", "Table")
+
     kind: Literal["iceberg"] = "iceberg"
-    catalog: Annotated[str, AfterValidator(parse)]
+    catalog: Annotated[str, AfterValidator(_catalog)]
     """Catalog, which knows where the table's newest version is: `sqlite:///catalog.db`, a file of
     this machine; `postgresql://host/database`; or `https://…`, a REST catalog."""
     table: Annotated[str, AfterValidator(_table)]
@@ -72,61 +102,75 @@ class Iceberg(LakeSettings):
 
     @model_validator(mode="after")
     def _has_a_warehouse(self) -> Self:
-        if is_sql(self.catalog) and self.warehouse is None:
+        if self.in_database and self.warehouse is None:
             raise ValueError("warehouse: a catalog in a database needs a folder or an address")
         return self
 
     @property
+    def in_database(self) -> bool:
+        """Return True if the catalog is in a database."""
+        return not self.catalog.startswith("http")
+
+    @property
+    def catalog_file(self) -> Path | None:
+        """The catalog's file; None if the catalog is not in a file."""
+        file = self.catalog.removeprefix(SQLITE)
+        return Path(file) if file != self.catalog else None
+
+    @property
+    def catalog_parameters(self) -> dict[str, str]:
+        """libpq's parameters for a catalog in PostgreSQL.
+
+        >>> lake = Iceberg(catalog="postgresql://db1:5433/lake?sslmode=require", table="a.b",
+        ...                warehouse="/lake")
+        >>> lake.catalog_parameters
+        {'host': 'db1', 'port': '5433', 'dbname': 'lake', 'sslmode': 'require'}
+        """
+        url = urlsplit(self.catalog)
+        parameters = {
+            "host": url.hostname or "",
+            "port": str(url.port or ""),
+            "dbname": unquote(url.path.removeprefix("/")),
+        }
+        options = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        return {name: value for name, value in (parameters | options).items() if value}
+
+    @property
+    def catalog_place(self) -> str:
+        """The part of the catalog's address that identifies it, without other parameters.
+
+        >>> Iceberg(catalog="postgresql://db1/lake?sslmode=require&port=5433", table="a.b",
+        ...         warehouse="/lake").catalog_place
+        'postgresql:db1:5433/lake'
+        """
+        if file := self.catalog_file:
+            return file.resolve().as_uri()
+        if not self.in_database:
+            return self.catalog
+        parameters = {"host": "", "port": "5432", "dbname": ""} | self.catalog_parameters
+        return f"postgresql:{parameters['host']}:{parameters['port']}/{parameters['dbname']}"
+
+    @property
     def folder(self) -> Path | None:
         """Warehouse, if it is on this machine."""
-        warehouse = self.warehouse if is_sql(self.catalog) else None
+        warehouse = self.warehouse if self.in_database else None
         return None if warehouse is None or "://" in warehouse else Path(warehouse)
-
-    def open(self, name: str, *, keep: bool = False) -> Destination:  # noqa: ARG002 - nothing to keep
-        """Return the table as a destination; see `DestinationSettings.open`."""
-        with client_needed(name, "iceberg"):
-            from saf.destinations.iceberg.table import Table  # needs Arrow, which drivers lack
-        return Table(name, self)
 
     @contextmanager
     def connected(self, name: str) -> Iterator[Link]:
         """Open a link; see `LinkedSettings.connected`."""
-        with client_needed(name, "iceberg"):
-            from saf.destinations.iceberg.link import Link
-        link = Link(name, self)
+        link: Link = self._module(name, "link").Link(name, self)
         try:
             yield link
         finally:
             link.close()
 
-    @contextmanager
-    def reading(self, name: str) -> Iterator[Reading]:
-        """Open the table for reading; see `DestinationSettings.reading`."""
-        with self.connected(name) as link:
-            from saf.destinations.iceberg.table import read
-
-            yield read(link)
-
     def problems(self, name: str) -> Iterator[tuple[str, str]]:
         """Raise if messages must not be stored there; see `DestinationSettings.problems`."""
         with self.connected(name) as link:
-            from saf.destinations.iceberg.making import check
+            from saf.destinations.iceberg.table import check
 
             table = link.load()
             if table is not None:
                 check(link, table)
         yield from ()
-
-    def probe(self, name: str) -> Iterator[tuple[str, str]]:
-        """Write a file to an object store; see `DestinationSettings.probe`."""
-        with self.connected(name) as link:
-            from saf.destinations.iceberg.probing import probe
-
-            yield from probe(link)
-
-    def guarantee(self, name: str) -> Guarantee:
-        """Return the promise of the table's place; see `DestinationSettings.guarantee`."""
-        with self.connected(name) as link:
-            from saf.destinations.iceberg.probing import guarantee
-
-            return guarantee(link)

@@ -6,7 +6,7 @@ Besides its rows, saf's table has:
     saf.marks.…         properties: the marks; see `saf.destinations.iceberg.marks`
 
 `Link` reads them, and creates the catalog's own tables if they do not exist. It does not create the
-table (`saf.destinations.iceberg.making`). Calls to the catalog and to an object store wait within
+table (`saf.destinations.iceberg.table`). Calls to the catalog and to an object store wait within
 saf's bounds. `Link.errors` translates errors, and keeps secrets out of their texts.
 
 pyiceberg reads and writes files on this machine through `LocalFiles`. A file is durable when its
@@ -16,6 +16,13 @@ nothing is written.
 
 This module does not use Arrow, because a forwarder's driver asks for the identity, and reads a
 table's metadata.
+
+Commits meet in the catalog. So a table only needs the store to keep files: `Link.probe` writes a
+file beside a table's own, reads it, and deletes it. On this machine, or if only a REST catalog
+knows the address, nothing is probed. `Link.guarantee` returns the promise, and findings about the
+table's state and the parts that saf does not test; it writes nothing. A loss always takes the marks
+back with the messages. The loss is noticed at the next contact, and `saf rebase` sends the lost
+messages again.
 """
 
 from __future__ import annotations
@@ -28,7 +35,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from uuid import NAMESPACE_URL, UUID, uuid5
+from uuid import NAMESPACE_URL, UUID, uuid4, uuid5
 
 from psycopg.conninfo import make_conninfo
 from pydantic import ValidationError
@@ -51,18 +58,17 @@ from pyiceberg.io import (
     InputStream,
     OutputFile,
     OutputStream,
+    load_file_io,
 )
 from sqlalchemy import URL, inspect, make_url
 from sqlalchemy.exc import DatabaseError, SQLAlchemyError
 
 from saf.database import pinned
 from saf.database.sqlstates import to_mend
-from saf.destinations.iceberg.address import file_of, is_sql, libpq, place
 from saf.destinations.iceberg.marks import MarksDamaged, MarksExpired, state_of
-from saf.destinations.lake.settings import said
-from saf.destinations.lake.state import DESTINATION, State
+from saf.destinations.lake import DESTINATION, State, compactable, said, untested
 from saf.destinations.marks import Known
-from saf.destinations.queues import unusable
+from saf.destinations.settings import Guarantee, unusable
 from saf.errors import Refused, Unavailable
 from saf.log import disk
 from saf.log.disk import unavailable_if_lost
@@ -79,6 +85,11 @@ DENIED = ("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "SIGNATURE_DOES_NOT_MATCH")
 """Words in pyarrow's error texts for an object store's refused login; it has no error codes."""
 ATTEMPTS, PAUSE_SECONDS = 5, 0.1
 """Attempts to create the catalog's tables, and the pause for another process that creates them."""
+PROBE = "_saf_probe"
+"""Beginning of the name of a probe's file."""
+CONTENT = b"a probe by saf destination check"
+MANY_SNAPSHOTS = 1_000
+"""Above this number, each commit is slow, because it writes all snapshots."""
 
 
 class Link:
@@ -145,7 +156,7 @@ class Link:
     def first_identity(self) -> UUID:
         """Return the identity of a table that is created here."""
         settings = self.settings
-        address = f"{place(settings.catalog)}#{settings.catalog_name}.{settings.table}"
+        address = f"{settings.catalog_place}#{settings.catalog_name}.{settings.table}"
         return uuid5(NAMESPACE_URL, address)
 
     def known(self, source: UUID) -> Known:
@@ -212,7 +223,7 @@ class Link:
     def _there(self) -> Catalog | None:
         """Return the catalog; None if it has no tables of its own yet."""
         if self._catalog is None:
-            file = file_of(self.settings.catalog)
+            file = self.settings.catalog_file
             if file and not file.exists():
                 next(file.parent.iterdir(), None)  # raises if the folder is missing
                 return None
@@ -242,7 +253,7 @@ class Link:
 
     def _open(self, *, make: bool) -> Catalog:
         settings, properties = self.settings, self.properties()
-        if not is_sql(settings.catalog):
+        if not settings.in_database:
             return _rest(settings, properties)
         if settings.folder:
             properties["py-io-impl"] = NAME
@@ -256,7 +267,7 @@ class Link:
 
     def _url(self) -> URL:
         settings = self.settings
-        if file := file_of(settings.catalog):
+        if file := settings.catalog_file:
             waits = {"timeout": f"{settings.bounds.lock_seconds:g}"}
             return URL.create("sqlite", database=str(file), query=waits)
         return make_url("postgresql+psycopg://").update_query_dict(self._libpq())
@@ -280,7 +291,83 @@ class Link:
             login["user"] = settings.username
         if settings.password is not None:
             login["password"] = settings.password.get_secret_value()
-        return waits | libpq(settings.catalog) | login
+        return waits | settings.catalog_parameters | login
+
+    def probe(self) -> Iterator[tuple[str, str]]:
+        """Yield each problem of the table's object store, with its cure.
+
+        Raises:
+            Refused: the login has no right to write there.
+            Unavailable: the store does not answer, or returns other bytes than were written.
+        """
+        table = self.load()
+        warehouse = self._place_of(table)
+        if not warehouse or self.settings.folder:
+            return
+        address = f"{warehouse}/{PROBE}-{uuid4()}"
+        with self.errors():
+            io = table.io if table else load_file_io(self.properties(), address)
+            with io.new_output(address).create() as file:
+                file.write(CONTENT)
+            with io.new_input(address).open() as stored:
+                if stored.read() != CONTENT:
+                    raise Unavailable(self.what, f"{address} returns other bytes than were written")
+            try:
+                io.delete(address)
+            except OSError:
+                yield (
+                    f"its login may not delete: a probe stays at {address}",
+                    "let its login delete files of the table, which expiring snapshots needs, too",
+                )
+
+    def guarantee(self) -> Guarantee:
+        """Return the table's promise where it is now."""
+        settings, table = self.settings, self.load()
+        findings: list[tuple[str, str]] = []
+        server = f"no Iceberg table yet, {settings.table}"
+        if table is not None:
+            snapshot = table.current_snapshot()
+            summary = snapshot.summary if snapshot else None
+            totals = summary.additional_properties if summary else {}
+            files, size = (
+                int(totals.get("total-data-files", 0)),
+                int(totals.get("total-files-size", 0)),
+            )
+            kept = len(table.snapshots())
+            server = f"Iceberg table of {files:,} files, {kept:,} snapshots, {settings.table}"
+            cure = "rewrite_data_files of Spark, or what your engine has for it"
+            findings += compactable(files, size, cure)
+            if kept > MANY_SNAPSHOTS:
+                findings.append(
+                    (
+                        f"its {kept:,} snapshots are rewritten by each commit",
+                        "expire_snapshots of Spark or pyiceberg; saf's marks stay",
+                    )
+                )
+        kept_by = "a crash of the process or of the machine loses nothing that was acknowledged"
+        if not settings.folder:
+            kept_by = "acknowledged messages are as safe as the object store"
+            findings += untested(self._place_of(table))
+        if not settings.in_database:
+            findings.append(
+                ("no product with a REST catalog is tested by saf", "your own test of yours")
+            )
+            catalog = "a REST catalog"
+        else:
+            catalog = f"a catalog in {'SQLite' if settings.catalog_file else 'PostgreSQL'}"
+        return Guarantee(
+            server=f"{server}, by {catalog}",
+            promise=f"{settings.quality.replace('_', ' ')}; {kept_by}; a loss is detected, and "
+            "saf rebase sends the lost messages again",
+            more=tuple(findings),
+        )
+
+    def _place_of(self, table: Table | None) -> str:
+        """Return where a table's files are, or will be; empty if only a REST catalog knows."""
+        if table is not None:
+            return table.location()
+        warehouse = self.settings.warehouse or ""
+        return warehouse if "://" in warehouse else ""
 
 
 def _rest(settings: Iceberg, properties: dict[str, str]) -> Catalog:

@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from saf.destinations.lake.state import State, mark_of, numbers_of
+from saf.destinations.lake import State, mark_of, numbers_of
 from saf.destinations.marks import Mark, Place
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import MESSAGE
-from saf.destinations import Chunk, Refusal, Stored
-from saf.destinations.jsonl.state import (
+from saf.destinations import Chunk, Reading, Refusal, Stored
+from saf.destinations.jsonl import (
     INSIDE,
     State,
     known_of,
@@ -59,7 +59,6 @@ from saf.destinations.jsonl.state import (
 )
 from saf.destinations.marks import NOTHING, Mark, Place
 from saf.destinations.places import guarded, judged, refuse
-from saf.destinations.reading import Reading
 from saf.destinations.tables import HELD, Held, TableReading
 from saf.destinations.texts import TEXT, in_quotes, moments, quoted, uuids, whole
 from saf.errors import CannotReadBack, Rejected, Unavailable
@@ -69,7 +68,6 @@ from saf.log.disk import make_folder, sync, unavailable_if_lost, write
 if TYPE_CHECKING:
     from saf.destinations.jsonl import Jsonl
 
-"""Names of the file with the identity, and of the folder for files that readers must not see."""
 POLL_SECONDS = 0.02
 """Pause between attempts to get a lock."""
 
@@ -279,13 +277,13 @@ def _scalar(text: str) -> pa.Scalar:
 
 
 @contextmanager
-def read(name: str, folder: Path) -> Iterator[Reading]:
+def read(name: str, settings: Jsonl) -> Iterator[Reading]:
     """Open all files of all sources for reading.
 
     Raises:
         CannotReadBack: some files are gone.
     """
-    destination = f"destination {name!r}"
+    destination, folder = f"destination {name!r}", settings.folder
     identity = read_identity(destination, folder)
     with unavailable_if_lost(destination):
         for state in sorted((folder / INSIDE).glob("*.json")):

@@ -16,6 +16,7 @@ the extra ``kafka``.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -23,13 +24,43 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, SecretStr
 
 from saf.destinations import Capabilities
-from saf.destinations.kafka.names import brokers, topic_name
+from saf.destinations.addresses import hosts_of, without_login
 from saf.destinations.queues import QueueSettings
 from saf.destinations.settings import within
 
+PORT = 9092
+NO_BROKERS = "is not a list of brokers, such as host:9092,host:9092"
+CANNOT = re.compile(r"[^a-zA-Z0-9._-]")
+
+
+def brokers_of(text: str) -> list[str]:
+    """Parse a list of brokers; return each with its port.
+
+    >>> brokers_of("k1,k2:9093,[::1]:9094")
+    ['k1:9092', 'k2:9093', '[::1]:9094']
+
+    Raises:
+        ValueError: the list is invalid.
+    """
+    if "://" in without_login(text):
+        raise ValueError(f"{text!r}: use host:9092, and set TLS or SASL by security_protocol = …")
+    return [
+        f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        for host, port in hosts_of(text, text, PORT, NO_BROKERS)
+    ]
+
+
+def topic_name(topic: str) -> str:
+    """Return a topic as a valid name in Kafka: forbidden characters become ``_``.
+
+    >>> topic_name("orders.//example.com/grüezi")
+    'orders.__example.com_gr_ezi'
+    """
+    return CANNOT.sub("_", topic)
+
 
 def _brokers(text: str) -> str:
-    brokers(text)
+    brokers_of(text)
     return text
 
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
 
-from saf.destinations.kafka.names import brokers
-from saf.destinations.queues import unusable
+from saf.destinations.kafka import brokers_of
+from saf.destinations.settings import unusable
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def settings_of(settings: Kafka, voices: Voices) -> dict[str, Any]:
     """Return the settings for all clients of a destination."""
     bounds = settings.bounds
     options: dict[str, Any] = {
-        "bootstrap.servers": ",".join(brokers(settings.brokers)),
+        "bootstrap.servers": ",".join(brokers_of(settings.brokers)),
         "client.id": "saf",
         "logger": QUIET,
         "error_cb": voices.heard,
@@ -179,15 +179,6 @@ def passing(codes: Collection[int]) -> Iterator[None]:
     except KafkaException as error:
         if error.args[0].code() not in codes:
             raise
-
-
-@contextmanager
-def errors(what: str, settings: Kafka) -> Iterator[None]:
-    """Translate the errors of clients."""
-    try:
-        yield
-    except KafkaException as error:
-        raise translated(what, settings, error.args[0]) from None
 
 
 def translated(what: str, settings: Kafka, error: KafkaError) -> SafError:

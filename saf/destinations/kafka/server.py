@@ -1,7 +1,15 @@
 """A destination's link to a Kafka cluster, and the state that saf keeps there: marks and owners.
 
 One topic contains the destination's identity, the marks, and the claims on shards. It is a log that
-all storing processes read, so they agree on owners of shards.
+all storing processes read, so they agree on owners of shards:
+
+    TOPIC                            messages; see `saf.destinations.kafka.topic_name`
+    saf.marks                        one partition, compacted: the last record of a key counts
+        SOURCE/SHARD/LANE            the mark of a place
+        SOURCE/owner/SHARD           a shard's owner: the shard that names the owner's transactions
+        SOURCE/topic/TOPIC           a topic that messages of a source went to
+        identity                     the destination's identity
+    saf-IDENTITY-SOURCE-SHARD        transactions of the owner whose lowest shard in hand is SHARD
 
 Kafka compares nothing when it stores. It only fences: if two processes begin transactions with the
 same name, the older process cannot end its transactions any more. So a process that stores for a
@@ -27,17 +35,18 @@ owner that was killed. "The end" is the end of the log including open transactio
 the request: so everything that was committed before is read. `MarksTopic` reads the log;
 `saf.destinations.kafka.transactions` claims shards, fences other owners, and stores.
 
-`guarantee` returns the promise of the cluster's settings: what a crash or a failover may take back.
-A transaction is acknowledged by all in-sync replicas (``acks=all``), so their least number decides.
-Brokers do not sync their files. Messages and marks are in different partitions. Lost marks are
-noticed at the next contact. If only a topic loses messages, only `saf reconcile` finds them.
+`Link.guarantee` returns the promise of the cluster's settings: what a crash or a failover may take
+back. A transaction is acknowledged by all in-sync replicas (``acks=all``), so their least number
+decides. Brokers do not sync their files. Messages and marks are in different partitions. Lost marks
+are noticed at the next contact. If only a topic loses messages, only `saf reconcile` finds them.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import NAMESPACE_URL, UUID, uuid5
 
@@ -57,21 +66,20 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # public API
     ResourceType,
 )
 
-from saf.destinations.kafka import names
 from saf.destinations.kafka.client import (
     FENCED,
     HARMLESS,
     SLICE_SECONDS,
     UNDECIDED,
     Voices,
-    errors,
     milliseconds,
     passing,
     settings_of,
+    translated,
 )
 from saf.destinations.marks import ABSENT, Known, Place, known_of
-from saf.destinations.queues import ENOUGH, readable, unusable
-from saf.destinations.settings import Guarantee
+from saf.destinations.queues import ENOUGH
+from saf.destinations.settings import Guarantee, readable, unusable
 
 if TYPE_CHECKING:
     from saf.destinations.kafka import Kafka
@@ -97,21 +105,26 @@ LONGEST_SECONDS = 60.0
 """Longest that a transaction may stay open, and so longest that its readers wait after a crash."""
 STATE = "__transaction_state"
 """Kafka's own topic of transactions."""
+IDENTITY = "identity"
+TOPIC, OWNER = "topic", "owner"
+
 T = TypeVar("T")
 
 
-def open_link(name: str, settings: Kafka) -> Link:
-    """Return a link that is connected."""
-    destination = f"destination {name!r}"
-    with errors(destination, settings):
-        return Link(destination, settings)
+@contextmanager
+def errors(what: str, settings: Kafka) -> Iterator[None]:
+    """Translate the errors of clients."""
+    try:
+        yield
+    except KafkaException as error:
+        raise translated(what, settings, error.args[0]) from None
 
 
 class Link:
     """A destination's connected clients."""
 
-    def __init__(self, what: str, settings: Kafka) -> None:
-        self.what = what
+    def __init__(self, name: str, settings: Kafka) -> None:
+        self.what = f"destination {name!r}"
         self.settings = settings
         self.voices = Voices()
         self.admin = AdminClient(settings_of(settings, self.voices))
@@ -252,11 +265,11 @@ class Link:
         while self.marks.identity is None:
             # another process may store one at the same time
             with passing(FENCED | UNDECIDED if time.monotonic() < until else ()):
-                producer = self.producer(f"saf-{topic}-{names.IDENTITY}")
+                producer = self.producer(f"saf-{topic}-{IDENTITY}")
                 self.read()
                 if self.marks.identity is None:
                     producer.begin_transaction()
-                    producer.produce(topic, str(identity), names.IDENTITY, partition=0)
+                    producer.produce(topic, str(identity), IDENTITY, partition=0)
                     self.commit(producer)
             self.read()
         return self.marks.identity
@@ -294,6 +307,75 @@ class Link:
     def close(self) -> None:
         """Close the clients."""
         self.marks.close()
+
+    def guarantee(self) -> Guarantee:
+        """Return the cluster's promise with its current settings."""
+        settings = self.settings
+        topics = self.topics()
+        server = self.says()
+        quality = settings.quality.replace("_", " ")
+        if not self.look():
+            server += f", topic {settings.marks_topic}, which is made at the first message"
+            return Guarantee(server=server, promise=f"{quality}, with acks=all")
+        self.read()
+        used = sorted(
+            {topic for group in self.marks.topics.values() for topic in group} & {*topics}
+        )
+        findings: list[tuple[str, str]] = []
+        fewest = 1 << 10
+        for topic in [settings.marks_topic, *used, STATE]:
+            if topic not in topics:
+                continue
+            replicas = min(
+                len(partition.replicas) for partition in topics[topic].partitions.values()
+            )
+            config = self.config(topic)
+            if config is None:
+                findings.append(
+                    (
+                        f"how topic {topic} is kept is not known, because this user may not ask",
+                        f"kafka-acls.sh --add --operation DescribeConfigs --topic {topic}",
+                    )
+                )
+                continue
+            least = min(int(config.get("min.insync.replicas") or 1), replicas)
+            if topic != STATE:
+                fewest = min(fewest, least)
+            if replicas < ENOUGH or least < ENOUGH - 1:
+                findings.append(
+                    (
+                        f"topic {topic} has {_brokers(replicas)}, and {least} must have a "
+                        "message before it is acknowledged: the loss of that disk, or of power, "
+                        "loses messages",
+                        _cure(topic),
+                    )
+                )
+            if config.get("unclean.leader.election.enable") == "true":
+                findings.append(
+                    (
+                        f"a failover of topic {topic} may lose acknowledged messages",
+                        f"unclean.leader.election.enable = false for topic {topic}",
+                    )
+                )
+            if topic in used and config.get("cleanup.policy") != "delete":
+                findings.append(
+                    (
+                        f"topic {topic} forgets all but the last message of a key",
+                        f"cleanup.policy = delete for topic {topic}",
+                    )
+                )
+        kept = (
+            "a crash of a broker's process loses nothing that was acknowledged (acks=all)"
+            if fewest == 1
+            else f"{_brokers(fewest)} at least have each acknowledged message (acks=all)"
+        )
+        return Guarantee(
+            server=server,
+            promise=f"{quality}, for who reads with isolation.level=read_committed; {kept}; lost "
+            "marks are noticed, and saf rebase sends again; lost messages alone are found by saf "
+            "reconcile",
+            more=tuple(findings),
+        )
 
 
 class MarksTopic:
@@ -386,15 +468,15 @@ class MarksTopic:
 
     def _learn(self, key: str, value: bytes | None) -> None:
         text = "" if value is None else value.decode()
-        if key == names.IDENTITY:
+        if key == IDENTITY:
             self.identity = UUID(text)
             return
         source, kind, name = key.split("/", 2)
-        if kind == names.TOPIC:
+        if kind == TOPIC:
             self.topics[UUID(source)].add(name)
             return
         broker_id = UUID(source)
-        if kind == names.OWNER:
+        if kind == OWNER:
             self.owners[broker_id, int(name)] = int(text)
             self.named[broker_id, int(name)].add(int(text))
         else:
@@ -425,70 +507,6 @@ class MarksTopic:
             consumer.close()
 
 
-def guarantee(link: Link) -> Guarantee:
-    """Return the cluster's promise with its current settings."""
-    settings = link.settings
-    topics = link.topics()
-    server = link.says()
-    quality = settings.quality.replace("_", " ")
-    if not link.look():
-        server += f", topic {settings.marks_topic}, which is made at the first message"
-        return Guarantee(server=server, promise=f"{quality}, with acks=all")
-    link.read()
-    used = sorted({topic for group in link.marks.topics.values() for topic in group} & {*topics})
-    findings: list[tuple[str, str]] = []
-    fewest = 1 << 10
-    for topic in [settings.marks_topic, *used, STATE]:
-        if topic not in topics:
-            continue
-        replicas = min(len(partition.replicas) for partition in topics[topic].partitions.values())
-        config = link.config(topic)
-        if config is None:
-            findings.append(
-                (
-                    f"how topic {topic} is kept is not known, because this user may not ask",
-                    f"kafka-acls.sh --add --operation DescribeConfigs --topic {topic}",
-                )
-            )
-            continue
-        least = min(int(config.get("min.insync.replicas") or 1), replicas)
-        if topic != STATE:
-            fewest = min(fewest, least)
-        if replicas < ENOUGH or least < ENOUGH - 1:
-            findings.append(
-                (
-                    f"topic {topic} has {_brokers(replicas)}, and {least} must have a message "
-                    "before it is acknowledged: the loss of that disk, or of power, loses messages",
-                    _cure(topic),
-                )
-            )
-        if config.get("unclean.leader.election.enable") == "true":
-            findings.append(
-                (
-                    f"a failover of topic {topic} may lose acknowledged messages",
-                    f"unclean.leader.election.enable = false for topic {topic}",
-                )
-            )
-        if topic in used and config.get("cleanup.policy") != "delete":
-            findings.append(
-                (
-                    f"topic {topic} forgets all but the last message of a key",
-                    f"cleanup.policy = delete for topic {topic}",
-                )
-            )
-    kept = (
-        "a crash of a broker's process loses nothing that was acknowledged (acks=all)"
-        if fewest == 1
-        else f"{_brokers(fewest)} at least have each acknowledged message (acks=all)"
-    )
-    return Guarantee(
-        server=server,
-        promise=f"{quality}, for who reads with isolation.level=read_committed; {kept}; lost marks "
-        "are noticed, and saf rebase sends again; lost messages alone are found by saf reconcile",
-        more=tuple(findings),
-    )
-
-
 def _cure(topic: str) -> str:
     if topic == STATE:
         return "transaction.state.log.replication.factor = 3 and …min.isr = 2 before it is made"
@@ -497,3 +515,23 @@ def _cure(topic: str) -> str:
 
 def _brokers(count: int) -> str:
     return f"{count} broker{'' if count == 1 else 's'}"
+
+
+def mark_key(source: UUID | str, place: Place) -> str:
+    """Return the key of a place's mark.
+
+    >>> mark_key(UUID(int=7), ("route:a/b", 3))
+    '00000000-0000-0000-0000-000000000007/3/route:a/b'
+    """
+    lane, shard = place
+    return f"{source}/{shard}/{lane}"
+
+
+def owner_key(source: UUID | str, shard: int) -> str:
+    """Return the key of a shard's owner."""
+    return f"{source}/{OWNER}/{shard}"
+
+
+def topic_key(source: UUID | str, name: str) -> str:
+    """Return the key of a topic that messages of a source went to."""
+    return f"{source}/{TOPIC}/{name}"

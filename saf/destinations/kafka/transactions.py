@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -34,18 +35,19 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
-from saf.destinations import Chunk
-from saf.destinations.kafka import names
-from saf.destinations.kafka.client import FENCED, UNDECIDED, errors
-from saf.destinations.kafka.names import topic_name, wrong_topic
-from saf.destinations.kafka.server import OPEN, Link, open_link
-from saf.destinations.mapping import Mapped, mapped
-from saf.destinations.marks import Mark, Place, read, shards_of
+from saf.destinations import Chunk, Reading
+from saf.destinations.kafka import topic_name
+from saf.destinations.kafka.client import FENCED, HARMLESS, UNDECIDED, settings_of
+from saf.destinations.kafka.server import OPEN, Link, mark_key, owner_key, topic_key
+from saf.destinations.mapping import Mapped, held_of, mapped, said_of, source_of, texts_of
+from saf.destinations.marks import Mark, Place, known_of, shards_of
+from saf.destinations.marks import read as read_mark
 from saf.destinations.places import guarded
 from saf.destinations.stepwise import Cut, Step, Stepwise
-from saf.errors import Rejected, Unavailable
+from saf.destinations.tables import Held, TableReading
+from saf.errors import CannotReadBack, Rejected, Unavailable
 
 if TYPE_CHECKING:
     from saf.destinations.kafka import Kafka
@@ -62,7 +64,8 @@ TURNS = 20
 PAUSE_SECONDS = 0.05
 """A fenced process pauses so that the other can end first, longer each time."""
 
-
+LONGEST = 249
+"""Longest name of a topic."""
 EVENTS = "ce_"
 """Prefix of CloudEvents attributes, as the binding for Kafka defines it."""
 BATCH_FRAME, MESSAGE_FRAME, HEADER_FRAME = 61, 30, 10
@@ -70,6 +73,8 @@ BATCH_FRAME, MESSAGE_FRAME, HEADER_FRAME = 61, 30, 10
 
 Record = tuple[str, bytes, str | None, list[tuple[str, str]]]
 """Topic, body, key and headers of a message."""
+
+AT_ONCE = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,29 +90,23 @@ class Transaction:
     """Topics that are new to messages of this source."""
 
 
-class Transactions(Stepwise[Link]):
+class Transactions(Stepwise[Link, "Kafka"]):
     """Topics as a `saf.destinations.Destination`."""
 
     def __init__(self, name: str, settings: Kafka) -> None:
-        super().__init__(name)
-        self.settings = settings
+        super().__init__(name, settings)
         self._producer: Producer | None = None
         self._id = ""
         self._batch_bytes = BATCH_BYTES
         self._fenced = 0
 
-    def _open(self) -> Link:
-        return open_link(self.name, self.settings)
-
     def _prepare(self, link: Link) -> UUID:
         return link.make_identity()
 
-    def _shut(self, link: Link) -> None:
+    def close(self) -> None:
+        """Close the connection, if one is open."""
         self._producer = None
-        link.close()
-
-    def _errors(self) -> AbstractContextManager[None]:
-        return errors(self.what, self.settings)
+        super().close()
 
     # Marks
 
@@ -160,7 +159,7 @@ class Transactions(Stepwise[Link]):
         )
 
     def _name(self, source: UUID, owner: int) -> str:
-        return names.transactional_id(self.identity(), source, owner)
+        return transactional_id(self.identity(), source, owner)
 
     def _claim(self, link: Link, source: UUID, shards: Sequence[int]) -> bool:
         """Write claims on shards; return False if this process was fenced."""
@@ -216,20 +215,22 @@ class Transactions(Stepwise[Link]):
         Otherwise messages sent at most once would be sent again. The marks decide. A newer owner's
         marks prove nothing: then this owner is refused.
         """
-        after = {place: read(text) for place, text in step.after.items()}
-        places = [p for p, (_, m) in after.items() if m.number > read(step.before[p])[1].number]
+        after = {place: read_mark(text) for place, text in step.after.items()}
+        places = [
+            p for p, (_, m) in after.items() if m.number > read_mark(step.before[p])[1].number
+        ]
         if step.what is None or not places or not self._id:
             return False
         self._begin_as(link, source, int(self._id.rpartition("-")[2]))
         link.read()
-        stored = {place: read(link.marks.text(source, place)) for place in places}
+        stored = {place: read_mark(link.marks.text(source, place)) for place in places}
         return all(
             epoch == after[p][0] and mark.number >= after[p][1].number
             for p, (epoch, mark) in stored.items()
         )
 
     def _new_topics(self, link: Link, source: UUID, messages: Mapped) -> list[str]:
-        used = map(names.topic_name, messages.topics)
+        used = map(topic_name, messages.topics)
         return sorted({*used} - link.marks.topics[source])
 
     def _ended(self, link: Link, transaction: Transaction) -> bool:
@@ -249,12 +250,12 @@ class Transactions(Stepwise[Link]):
             if transaction.what is not None:
                 self._produce(producer, transaction.what)
             for name in transaction.topics:
-                producer.produce(topic, b"1", names.topic(transaction.source, name), partition=0)
+                producer.produce(topic, b"1", topic_key(transaction.source, name), partition=0)
             for shard in transaction.claims:
                 owner = self._id.rpartition("-")[2]
-                producer.produce(topic, owner, names.owner(transaction.source, shard), partition=0)
+                producer.produce(topic, owner, owner_key(transaction.source, shard), partition=0)
             for place, text in transaction.marks.items():
-                producer.produce(topic, text, names.mark(transaction.source, place), partition=0)
+                producer.produce(topic, text, mark_key(transaction.source, place), partition=0)
             link.commit(producer)
         except KafkaException as error:
             self._producer = None
@@ -373,3 +374,126 @@ def _headers(
             nulls |= values.null_count > 0
             columns.append(zip(repeat(name), values.to_pylist(), strict=False))
     return constant, columns, nulls
+
+
+def wrong_topic(topic: str) -> str | None:
+    """Return why a topic's name cannot be used; None if it can.
+
+    >>> wrong_topic("orders"), wrong_topic("__consumer_offsets")
+    (None, "its topic would be '__consumer_offsets', which is the cluster's own")
+    """
+    if topic in ("", ".", ".."):
+        return f"its topic would be {topic!r}, which is not a topic's name"
+    if len(topic) > LONGEST:
+        return f"its topic has {len(topic):,} characters, more than {LONGEST}"
+    if topic in ("__consumer_offsets", "__transaction_state", "__share_group_state"):
+        return f"its topic would be {topic!r}, which is the cluster's own"
+    return None
+
+
+def transactional_id(identity: UUID, source: UUID, shard: int) -> str:
+    """Return the name of an owner's transactions; ``shard``: the lowest that it has in hand."""
+    return f"saf-{identity}-{source}-{shard}"
+
+
+@contextmanager
+def read(name: str, settings: Kafka) -> Iterator[Reading]:
+    """Open all topics of all sources for reading.
+
+    Raises:
+        CannotReadBack: messages were removed.
+    """
+    with settings.connected(name) as link:
+        identity = link.identity()
+        if link.look():
+            link.read()
+        marks = {source: dict(texts) for source, texts in link.marks.texts.items()}
+        messages = _held(name, link)
+        yield TableReading(
+            name=name,
+            is_=identity,
+            read=lambda source: messages[source].table(),
+            knows=lambda source: known_of(identity, marks.get(source, {})),
+        )
+
+
+def _held(name: str, link: Link) -> dict[UUID, Held]:
+    """Return the messages of each source."""
+    result = defaultdict[UUID, Held](Held)
+    topics = {topic for group in link.marks.topics.values() for topic in group}
+    existing = link.topics()
+    if gone := sorted(topics - {*existing}):
+        raise CannotReadBack(name, f"its topic {gone[0]} is gone")
+    consumer = Consumer(
+        settings_of(link.settings, link.voices)
+        | {
+            "group.id": "saf",
+            "enable.auto.commit": False,
+            "enable.auto.offset.store": False,
+            "enable.partition.eof": True,
+            "isolation.level": "read_committed",
+            "auto.offset.reset": "earliest",
+        }
+    )
+    try:
+        ends = {}
+        for topic in sorted(topics):
+            for number in existing[topic].partitions:
+                first, end = _range(link, consumer, TopicPartition(topic, number))
+                if first:
+                    raise CannotReadBack(name, f"{first:,} offsets of its topic {topic} are gone")
+                if end:
+                    ends[topic, number] = end
+            if "compact" in ((link.config(topic) or {}).get("cleanup.policy") or ""):
+                raise CannotReadBack(name, f"its topic {topic} is compacted")
+        for message in _messages(link, consumer, ends):
+            if (source := source_of(message, EVENTS)) is not None:
+                result[source].add(held_of(message, EVENTS))
+    finally:
+        consumer.close()
+    return result
+
+
+def _range(link: Link, consumer: Consumer, place: TopicPartition) -> tuple[int, int]:
+    """Return the start of a partition, and the end of its committed messages."""
+    seconds = link.settings.bounds.statement_seconds
+
+    def ask(_: float) -> Any:
+        return consumer.get_watermark_offsets(place, timeout=seconds)
+
+    first, end = link.voices.patiently(consumer, ask, seconds)
+    return int(first), int(end)
+
+
+def _messages(
+    link: Link, consumer: Consumer, ends: dict[tuple[str, int], int]
+) -> Iterator[Mapping[str, str]]:
+    """Yield saf's headers of all messages up to the ends of their partitions."""
+    ends = dict(ends)
+    consumer.assign([TopicPartition(topic, number, 0) for topic, number in ends])
+    last_answer = time.monotonic()
+    while ends:
+        for message in consumer.consume(AT_ONCE, 0.05):
+            last_answer = time.monotonic()
+            place, offset = (
+                (str(message.topic()), int(message.partition() or 0)),
+                int(message.offset() or 0),
+            )
+            error = message.error()
+            if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                if error.code() in HARMLESS:
+                    continue
+                raise KafkaException(error)
+            if offset >= ends.get(place, 0) - (error is None):
+                last = ends.pop(place, None)
+                if last is None or offset >= last:
+                    continue
+            if error is None:
+                yield _said(message)
+        if time.monotonic() - last_answer > link.settings.bounds.statement_seconds:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "its topics do not answer"))
+
+
+def _said(message: Any) -> Mapping[str, str]:
+    """Return saf's headers of a message."""
+    return said_of(texts_of(message.headers() or ()), message.value() or b"", EVENTS)

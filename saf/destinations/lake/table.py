@@ -16,25 +16,30 @@ How a table is opened, read and committed to differs by kind: a kind is a subcla
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from uuid import UUID
 
 import pyarrow as pa
 
+from saf.columns import IN_TABLES, SPARK
 from saf.destinations import Chunk, Refusal, Stored
-from saf.destinations.lake.state import State
+from saf.destinations.lake import DAY, LakeSettings, State
 from saf.destinations.marks import NOTHING, Known, Mark, Place
 from saf.destinations.places import Verdict, guarded, judged, refuse
 from saf.destinations.tables import HELD, TableReading
+from saf.destinations.texts import uuids, whole
 from saf.errors import Unavailable
 from saf.failpoints import fail_point
+from saf.log.columns import OF_SPARK
 
 COLUMNS = ("message_id", "shard", "to_service", "to_broker", "key", "created_at")
 """Columns required for each row."""
@@ -44,6 +49,14 @@ PAUSE_SECONDS = 0.005
 """Longest pause after the first attempt; the longest pause grows to ten times this value."""
 
 Opened = TypeVar("Opened")
+
+PROMOTED = {
+    "string": pa.string(),
+    "long": pa.int64(),
+    "double": pa.float64(),
+    "boolean": pa.bool_(),
+    "timestamp": OF_SPARK["timestamp"],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,3 +219,102 @@ def _held(rows: pa.Table) -> pa.Table:
         place = rows.column_names.index(name)
         rows = rows.set_column(place, name, pa.array(values, HELD.field(name).type))
     return rows.select(HELD.names).cast(HELD)
+
+
+def schema(settings: LakeSettings) -> pa.Schema:
+    """Return the columns that a table must have."""
+    fields = [(name, OF_SPARK[SPARK[type_]]) for name, type_ in IN_TABLES.items()]
+    if settings.has_day:
+        fields.append((DAY, pa.date32()))
+    fields += [(name, PROMOTED[type_]) for name, type_ in settings.promote.items()]
+    return pa.schema(fields)
+
+
+def rows_of(messages: pa.Table, source: UUID, settings: LakeSettings) -> pa.Table:
+    """Return messages as rows, with the columns of `schema`."""
+    messages = messages.combine_chunks()
+    count, columns = messages.num_rows, {}
+    constants = {"source": str(source), "received_at": datetime.now(UTC)}
+    for name, type_ in IN_TABLES.items():
+        if name in constants:
+            columns[name] = pa.repeat(pa.scalar(constants[name]), count)
+        elif type_ == "uuid":
+            columns[name] = uuids(whole(messages[name]))
+        else:
+            columns[name] = whole(messages[name])
+    if settings.has_day:
+        columns[DAY] = whole(messages["created_at"]).cast(pa.timestamp("us")).cast(pa.date32())
+    columns |= promoted(whole(messages["body"]), settings.promote)
+    target = schema(settings)
+    return pa.table({name: columns[name].cast(target.field(name).type) for name in target.names})
+
+
+def promoted(bodies: pa.Array, fields: Mapping[str, str]) -> dict[str, pa.Array]:
+    """Return a column for each member: NULL where it is missing, or has another type.
+
+    >>> bodies = pa.array([b'{"amount": 7}', b'{"amount": "7"}', b"amount"])
+    >>> promoted(bodies, {"amount": "double"})["amount"].to_pylist()
+    [7.0, None, None]
+    """
+    if not fields:
+        return {}
+    objects = [_object(body) for body in bodies.to_pylist()]
+    return {
+        name: pa.array([AS[type_](one.get(name)) for one in objects], PROMOTED[type_])
+        for name, type_ in fields.items()
+    }
+
+
+def _object(body: bytes) -> Mapping[str, Any]:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value.isascii() else _encodable(value)
+
+
+def _encodable(value: object) -> str | None:
+    """Return a text that UTF-8 can encode; JSON may escape halves of characters."""
+    if not isinstance(value, str):
+        return None
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return None
+    return value
+
+
+def _long(value: object) -> int | None:
+    whole_number = isinstance(value, int) and not isinstance(value, bool)
+    return value if whole_number and -(2**63) <= value < 2**63 else None  # type: ignore[operator,return-value]
+
+
+def _double(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _moment(value: object) -> datetime | None:
+    """Parse a time in RFC 3339; without a zone, it is UTC."""
+    try:
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+    return moment.replace(tzinfo=UTC) if moment and moment.tzinfo is None else moment
+
+
+AS: Mapping[str, Callable[[object], object]] = {
+    "string": _text,
+    "long": _long,
+    "double": _double,
+    "boolean": lambda value: value if isinstance(value, bool) else None,
+    "timestamp": _moment,
+}

@@ -14,28 +14,32 @@ The address is a URL without a login. It names one server, or the servers of a c
     nats://host,host:4223       a cluster: the first host that answers
     tls://host                  one server, with TLS
 
-`saf.destinations.nats.batches` describes how a chunk is stored, `saf.destinations.nats.subjects`
-the subjects. The client is nats-py (`saf.destinations.nats.connection`). A message costs it 21 µs
-of the processor's time; bytes written by Arrow would take 6.
+`saf.destinations.nats.batches` describes how a chunk is stored, `saf.destinations.nats.server` the
+subjects of marks. The client is nats-py (`saf.destinations.nats.connection`). A message costs it
+21 µs of the processor's time; bytes written by Arrow would take 6.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, ClassVar, Literal, Self
+from urllib.parse import quote
 
 import pydantic
 from pydantic import AfterValidator, SecretStr
 
 from saf.destinations import Capabilities
 from saf.destinations.addresses import hosts_of, without_login
-from saf.destinations.nats.subjects import pattern
 from saf.destinations.queues import QueueSettings, Topic
 from saf.destinations.settings import within
 
 PORT = 4222
 """Default port of a server."""
+CANNOT = re.compile(r"[\x00-\x20\x7f%*>]|^\.+|\.+$|\.{2,}")
+"""Forbidden in a subject: controls, spaces, wildcards, and dots without a word between them."""
 LARGEST = 31 << 20
 """Largest message: a stream accepts a little less than 32 MiB, including headers."""
 
@@ -61,6 +65,40 @@ def parse(text: str) -> Address:
     if scheme not in ("nats", "tls") or not places:
         raise ValueError(f"{text!r} is not an address of a NATS server, such as nats://host:4222")
     return Address(hosts=hosts_of(text, places, PORT), tls=scheme == "tls")
+
+
+def subject_of(topic: str) -> str:
+    """Return a topic as a subject; forbidden characters are encoded as in URLs.
+
+    >>> subject_of("orders.a topic"), subject_of("a..b"), subject_of("100%.grüezi")
+    ('orders.a%20topic', 'a%2E%2Eb', '100%25.grüezi')
+    """
+    return CANNOT.sub(lambda match: "".join(map(_encoded, match[0])), topic)
+
+
+def _encoded(character: str) -> str:
+    return "%2E" if character == "." else quote(character, safe="")
+
+
+def pattern(template: str) -> str:
+    """Return the pattern of the subjects that a template of topics can make, for a new stream.
+
+    >>> pattern("orders.{service}"), pattern("orders.eu.all")
+    ('orders.>', 'orders.eu.all')
+
+    Raises:
+        ValueError: the template begins with a placeholder, which could be any subject.
+    """
+    literal, name, _, _ = next(iter(Formatter().parse(template)))
+    parts = literal.split(".")
+    if name is None:
+        return subject_of(template)
+    words = parts[:-1]
+    if not words or not words[0]:
+        raise ValueError(
+            f"{template!r} could be any subject: begin it with a word, as in orders.{{service}}"
+        )
+    return f"{subject_of('.'.join(words))}.>"
 
 
 def _address(text: str) -> str:

@@ -18,24 +18,27 @@ over HTTP: ``%`` and two digits for each byte of UTF-8. Most values stay unchang
 
 from __future__ import annotations
 
+import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from typing import TYPE_CHECKING
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, unquote
 from uuid import UUID, uuid4
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from nats.aio.msg import Msg
 
-from saf.destinations import Chunk
-from saf.destinations.mapping import Mapped, mapped
-from saf.destinations.marks import MAIN, Place
-from saf.destinations.nats import subjects
-from saf.destinations.nats.connection import Message, of
+from saf.destinations import Chunk, Reading
+from saf.destinations.mapping import Mapped, held_of, mapped, said_of, source_of
+from saf.destinations.marks import MAIN, Place, known_of
+from saf.destinations.nats import subject_of
+from saf.destinations.nats.connection import Message, of, status
 from saf.destinations.nats.server import (
     EXPECTED,
     STORED,
@@ -43,14 +46,18 @@ from saf.destinations.nats.server import (
     JetStreamError,
     Link,
     answered,
-    errors,
-    open_link,
+    identity_subject,
+    mark_subject,
+    marks_subject,
+    place_of,
+    takes,
 )
 from saf.destinations.places import guarded
-from saf.destinations.queues import unusable
+from saf.destinations.settings import unusable
 from saf.destinations.stepwise import Cut, Step, Stepwise
+from saf.destinations.tables import Held, TableReading
 from saf.destinations.texts import TEXT
-from saf.errors import Rejected, Unavailable
+from saf.errors import CannotReadBack, Rejected, Unavailable
 
 if TYPE_CHECKING:
     from saf.destinations.nats import Nats
@@ -81,6 +88,11 @@ NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 AS_IT_IS = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 ENCODED = r"[^\x20-\x7E]|%|^ | $"
 
+AT_ONCE = 1_000
+"""Messages to request at a time."""
+TOO_MANY = "413"
+"""Status code of the server's answer to a request with too many results."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class There:
@@ -105,18 +117,14 @@ class Batch:
     """The server's reason for rejecting the first message."""
 
 
-class Batches(Stepwise[Link]):
+class Batches(Stepwise[Link, "Nats"]):
     """A stream as a `saf.destinations.Destination`."""
 
     def __init__(self, name: str, settings: Nats) -> None:
-        super().__init__(name)
-        self.settings = settings
+        super().__init__(name, settings)
         self._takes: Sequence[str] = ()
         self._largest = 0
         self._there: dict[Place, There] = {}
-
-    def _open(self) -> Link:
-        return open_link(self.name, self.settings)
 
     def _prepare(self, link: Link) -> UUID:
         config = link.config()
@@ -127,15 +135,9 @@ class Batches(Stepwise[Link]):
             self._largest = limit
         return link.make_identity()
 
-    def _shut(self, link: Link) -> None:
-        link.close()
-
-    def _errors(self) -> AbstractContextManager[None]:
-        return errors(self.what, self.settings)
-
     def _read(self, link: Link, source: UUID, places: Sequence[Place]) -> list[str]:
         marks = link.last([
-            subjects.mark(self.settings.stream, source, place) for place in places
+            mark_subject(self.settings.stream, source, place) for place in places
         ])  # fmt: skip
         self._there = {
             place: There(sequence=sequence, stored=stored)
@@ -147,8 +149,8 @@ class Batches(Stepwise[Link]):
         messages = mapped(self.what, rows, source, self.settings, prefix=EVENTS)
         if messages.count:
             check(self.what, messages, self._largest)
-        for subject in map(subjects.subject, messages.topics):
-            if not any(subjects.takes(pattern, subject) for pattern in self._takes):
+        for subject in map(subject_of, messages.topics):
+            if not any(takes(pattern, subject) for pattern in self._takes):
                 raise unusable(
                     f"{self.what}, stream {self.settings.stream!r},",
                     f"takes only {', '.join(self._takes)}, and not {subject}",
@@ -215,7 +217,7 @@ class Batches(Stepwise[Link]):
             last = number == len(step.after)
             messages.append(
                 Message(
-                    subjects.mark(stream, source, place),
+                    mark_subject(stream, source, place),
                     text.encode(),
                     texts(headers | ({COMMIT: 1} if last else {})),
                     batch.ended if last else "",
@@ -250,7 +252,7 @@ class Batches(Stepwise[Link]):
     def _abandon(self, link: Link, batch: Batch) -> None:
         """Make the server forget a batch whose marks cannot follow, by a number out of order."""
         headers = {BATCH: batch.id, SEQUENCE: f"{MOST + 1}"}
-        link.connection.request(subjects.identity(self.settings.stream), b"", headers)
+        link.connection.request(identity_subject(self.settings.stream), b"", headers)
 
 
 def _guarded(chunk: Chunk, rows: pa.Table) -> list[Place]:
@@ -303,7 +305,7 @@ def check(where: str, what: Mapped, largest: int) -> None:
     if (size := int((heads + np.asarray(pc.binary_length(what.body))).max())) > largest:
         raise Rejected(where, f"it has {size:,} bytes, more than its server takes ({largest:,})")
     for topic in what.topics:
-        if len(subjects.subject(topic).encode()) > LARGEST_LINE:
+        if len(subject_of(topic).encode()) > LARGEST_LINE:
             raise Rejected(where, f"its subject has more than {LARGEST_LINE:,} bytes")
 
 
@@ -316,7 +318,7 @@ def outgoing(what: Mapped, batch: str, reply: str) -> Iterator[Message]:
         else:
             names.append(name)
             columns.append(_encoded(values).to_pylist())
-    topics, own = [subjects.subject(topic) for topic in what.topics], _own(what)
+    topics, own = [subject_of(topic) for topic in what.topics], _own(what)
     rows = zip(
         zip(*columns, strict=True) if columns else repeat(()),
         what.topic.tolist(), what.which.tolist(), what.body.to_pylist(),
@@ -351,3 +353,104 @@ def _encoded(values: pa.Array) -> pa.Array:
     known = values.dictionary_encode()
     values = [encoded(value) for value in known.dictionary.to_pylist()]
     return pa.array(values, TEXT).take(known.indices)
+
+
+@contextmanager
+def read(name: str, settings: Nats) -> Iterator[Reading]:
+    """Open the stream for reading.
+
+    Raises:
+        CannotReadBack: messages were removed, or the stream does not allow direct reads.
+    """
+    with settings.connected(name) as link:
+        config = link.look()
+        if config is not None and not config.get("allow_direct"):
+            raise CannotReadBack(name, f"its stream {settings.stream} lacks allow_direct")
+        questions = Questions(name, link)
+        moments = defaultdict[UUID, Moment](Moment)
+        for source in link.sources() if config is not None else ():
+            moments[source].learn(questions, source)
+        until = max((one.until for one in moments.values()), default=0)
+        for one in questions.messages(until):
+            headers = {name: unquote(value) for name, value in (one.headers or {}).items()}
+            message = said_of(headers, one.data, EVENTS)
+            if (broker_id := source_of(message, EVENTS)) is not None:
+                moments[broker_id].add(int(headers["Nats-Sequence"]), message)
+        for moment in moments.values():
+            if (missing := moment.stored - moment.found) > 0:
+                raise CannotReadBack(name, f"{missing:,} messages were removed from its stream")
+        identity = link.identity()
+        yield TableReading(
+            name=name,
+            is_=identity,
+            read=lambda source: moments[source].held.table(),
+            knows=lambda source: known_of(identity, moments[source].marks),
+        )
+
+
+class Moment:
+    """One source at one moment: its marks, and the messages up to then."""
+
+    def __init__(self) -> None:
+        self.until = 0
+        """Last number of the stream."""
+        self.stored = 0
+        """Number of messages ever stored."""
+        self.found = 0
+        self.marks: dict[Place, str] = {}
+        self.held = Held()
+
+    def learn(self, questions: Questions, source: UUID) -> None:
+        """Request the marks of a source."""
+        for answer in questions.ask(multi_last=[marks_subject(questions.stream, source)]):
+            headers = answer.headers or {}
+            place = place_of(headers["Nats-Subject"])
+            self.marks[place] = answer.data.decode()
+            self.stored += int(headers.get(STORED, 0)) if place[0] == MAIN else 0
+        self.until = questions.until
+
+    def add(self, sequence: int, said: Mapping[str, str]) -> None:
+        """Add a message, if it existed at that moment."""
+        if sequence <= self.until:
+            self.found += 1
+            self.held.add(held_of(said, EVENTS))
+
+
+class Questions:
+    """Requests to the stream that have many answers each."""
+
+    def __init__(self, name: str, link: Link) -> None:
+        self.stream = link.settings.stream
+        self.until = 0
+        """Last number of the stream at the last request for last messages."""
+        self._name = name
+        self._connection = link.connection
+        self._more = False
+
+    def messages(self, until: int) -> Iterator[Msg]:
+        """Yield the messages up to a number."""
+        first = 1
+        while first <= until:
+            sequence = until
+            for message in self.ask(seq=first, batch=AT_ONCE):
+                sequence = int((message.headers or {})["Nats-Sequence"])
+                yield message
+            if not self._more:
+                return
+            first = sequence + 1
+
+    def ask(self, **request: Any) -> Iterator[Msg]:
+        """Yield messages; at the end, set whether more exist, and the stream's last number."""
+        answers = self._connection.answers(
+            f"$JS.API.DIRECT.GET.{self.stream}", json.dumps(request).encode()
+        )
+        for answer in answers:
+            if not (code := status(answer)):
+                yield answer
+                continue
+            if code == TOO_MANY:
+                raise CannotReadBack(self._name, "a source has more marks than one read returns")
+            headers = answer.headers or {}
+            self._more = int(headers.get("Nats-Num-Pending", 0)) > 0
+            self.until = int(headers.get("Nats-UpTo-Sequence", 0))
+            return

@@ -26,7 +26,7 @@ from nats.aio.msg import Msg
 from nats.errors import Error, StaleConnectionError
 
 from saf.destinations.addresses import context_of, first_of
-from saf.destinations.queues import client_needed, unusable
+from saf.destinations.settings import client_needed, unusable
 
 if TYPE_CHECKING:
     from saf.destinations.nats import Nats
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 SEED = re.compile(r"\bS[A-Z2-7]{57}\b")
 JWT = re.compile(r"-----BEGIN NATS USER JWT-----\s*(\S+)\s*-")
 CLOSE_SECONDS = 1
+LOOK_SECONDS = 1.0
+"""Pause between checks that a connection whose answer is awaited is open."""
+MOST_ASKED = 1_000
+"""Most requests without an answer; a server drops all waiting requests if they exceed 10,000."""
 PENDING_BYTES = 64 << 20
 """Most bytes that wait until a task of the client sends them."""
 
@@ -157,6 +161,10 @@ class Connection:
 
     def requests(self, asked: Sequence[Message]) -> list[Msg]:
         """Send messages, and return their answers."""
+        parts = [asked[first : first + MOST_ASKED] for first in range(0, len(asked), MOST_ASKED)]
+        return [answer for part in parts for answer in self._asked(part)]
+
+    def _asked(self, asked: Sequence[Message]) -> list[Msg]:
         inboxes = [self.inbox() for _ in asked]
         self.publish(
             message._replace(reply=inbox) for message, inbox in zip(asked, inboxes, strict=True)
@@ -184,10 +192,22 @@ class Connection:
     def receive(self) -> Msg:
         """Wait for the next message."""
         waiting = self._received
-        answer = waiting.get_nowait() if waiting.qsize() else self._run(waiting.get())
+        answer = waiting.get_nowait() if waiting.qsize() else self._run(self._next())
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    async def _next(self) -> Msg | Exception:
+        """Return the next message, or the error that has ended the connection.
+
+        The client tells nobody of an end if it meets an error while it closes the connection.
+        """
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    return await self._received.get()
+            if self._client.is_closed:
+                return ConnectionResetError("the server has closed the connection")
 
 
 def status(message: Msg) -> str:

@@ -1,15 +1,22 @@
 """Link to a NATS server: a destination's connection, and the state that saf keeps at the server.
 
 The state is a stream with messages, their marks and the destination's identity. `Link` creates the
-stream if it does not exist, and changes no settings of an existing stream.
+stream if it does not exist, and changes no settings of an existing stream. The stream's subjects:
+
+    TOPIC                                    messages; see `saf.destinations.nats.subject_of`
+    saf-marks.STREAM.SOURCE.SHARD.LANE       the mark of a place: the last message counts
+    saf-marks.STREAM.identity                the destination's identity
+
+A lane's name is in hexadecimal, because a subject cannot contain every character; ``-`` is the
+destination's own lane.
 
 An error of JetStream is recognised by its code, and one of the protocol by its words, which the
 protocol defines. If a later attempt may succeed, it is `Unavailable`: no answer, no leader, no
 room. If an operator must fix something, it is `Refused`: the login, a right, a stream that cannot
 keep marks.
 
-`guarantee` returns the promise of the settings of the server and its stream: what a crash may take
-back. A batch is stored all or nothing, so a loss takes the marks back with the messages. It is
+`Link.guarantee` returns the promise of the settings of the server and its stream: what a crash may
+take back. A batch is stored all or nothing, so a loss takes the marks back with the messages. It is
 noticed at the next contact, and `saf rebase` sends the lost messages again. There is one exception:
 a power failure in the middle of a batch, at a server without replicas.
 """
@@ -27,16 +34,17 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 from nats.aio.msg import Msg
 from nats.errors import Error
 
-from saf.destinations.marks import ABSENT, Known, known_of
-from saf.destinations.nats import subjects
+from saf.destinations.marks import ABSENT, MAIN, Known, Place, known_of
+from saf.destinations.nats import pattern
 from saf.destinations.nats.connection import Connection, Message, NoResponders
-from saf.destinations.queues import ENOUGH, kept_by, unusable
-from saf.destinations.settings import Guarantee
+from saf.destinations.queues import ENOUGH, kept_by
+from saf.destinations.settings import Guarantee, unusable
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
     from saf.destinations.nats import Nats
 
+OWN = "-"
 OLDEST = (2, 12)
 """Oldest supported version; since then, a stream stores batches all or nothing."""
 
@@ -72,10 +80,10 @@ class JetStreamError(Exception):
 class Link:
     """A destination's connection to its server, and to its stream."""
 
-    def __init__(self, what: str, settings: Nats, connection: Connection) -> None:
-        self.what = what
+    def __init__(self, name: str, settings: Nats) -> None:
+        self.what = f"destination {name!r}"
         self.settings = settings
-        self.connection = connection
+        self.connection = Connection(name, settings)
         self._config: dict[str, Any] | None = None
 
     # The stream
@@ -108,7 +116,7 @@ class Link:
                 "STREAM.CREATE",
                 name=settings.stream,
                 description="messages that saf has forwarded, and its marks",
-                subjects=[subjects.pattern(settings.topic), subjects.all_marks(settings.stream)],
+                subjects=[pattern(settings.topic), all_marks(settings.stream)],
                 retention="limits",
                 storage="file",
                 discard="new",
@@ -142,12 +150,12 @@ class Link:
         return config
 
     def _wrong(self, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        marks = subjects.all_marks(self.settings.stream)
+        marks = all_marks(self.settings.stream)
         if config.get("mirror") or config.get("subject_transform") or config.get("sealed"):
             yield "is a mirror, is sealed, or renames subjects", "choose another stream"
         if not config.get("allow_atomic"):
             yield "takes no batches", "set its allow_atomic"
-        if not any(subjects.takes(pattern, marks) for pattern in config["subjects"]):
+        if not any(takes(pattern, marks) for pattern in config["subjects"]):
             yield f"does not take its marks, {marks}", "add that to its subjects"
         if config.get("retention") == "interest":
             yield "keeps only what somebody waits for, and no marks", "let its retention be limits"
@@ -196,7 +204,7 @@ class Link:
         A stream without an identity gets one computed from its address. So a server that has lost
         everything is not taken for a new one: it is the same one, without its acknowledged data.
         """
-        ((text, _, _),) = self.last([subjects.identity(self.settings.stream)])
+        ((text, _, _),) = self.last([identity_subject(self.settings.stream)])
         if text:
             return UUID(text)
         return uuid5(NAMESPACE_URL, f"{self.settings.server}#{self.settings.stream}")
@@ -205,7 +213,7 @@ class Link:
         """Return the identity, after storing it; it stays when the stream's data is moved."""
         identity = self.identity()
         headers = {EXPECTED: "0", **self.kept()}
-        subject = subjects.identity(self.settings.stream)
+        subject = identity_subject(self.settings.stream)
         try:
             answered(self.connection.request(subject, str(identity).encode(), headers))
         except JetStreamError as error:
@@ -221,17 +229,16 @@ class Link:
 
     def known(self, source: UUID) -> Known:
         """Return all marks of a source."""
-        names = self._subjects(subjects.marks(self.settings.stream, source))
+        names = self._subjects(marks_subject(self.settings.stream, source))
         texts = {
-            subjects.place_of(name): text
-            for name, (text, _, _) in zip(names, self.last(names), strict=True)
+            place_of(name): text for name, (text, _, _) in zip(names, self.last(names), strict=True)
         }
         return known_of(self.identity(), texts)
 
     def sources(self) -> list[UUID]:
         """Return the sources that have marks."""
-        names = self._subjects(subjects.all_marks(self.settings.stream))
-        return sorted({source for source in map(subjects.source_of, names) if source is not None})
+        names = self._subjects(all_marks(self.settings.stream))
+        return sorted({source for source in map(source_of, names) if source is not None})
 
     def _subjects(self, pattern: str) -> list[str]:
         """Return the subjects of a pattern that have messages in the stream."""
@@ -252,6 +259,108 @@ class Link:
         """Close the connection."""
         self.connection.close()
 
+    def guarantee(self) -> Guarantee:
+        """Return the server's promise with its current settings."""
+        config = self.look()
+        settings = self.settings
+        server = f"NATS {self.connection.version}, {settings.server}, stream {settings.stream}"
+        quality = settings.quality.replace("_", " ")
+        if config is None:
+            return Guarantee(
+                server=f"{server}, which is made at the first message", promise=quality
+            )
+        findings: list[tuple[str, str]] = []
+        replicas = int(config.get("num_replicas", 1))
+        if config.get("storage") == "memory":
+            findings.append(
+                ("it keeps messages in memory, so a restart loses them", "storage = file")
+            )
+        if replicas == 1:
+            findings.append(
+                (
+                    "a loss of power may lose messages acknowledged since the server last synced "
+                    "its files, and keep a part of the batch that it was storing, which is then "
+                    "stored twice",
+                    "replicas = 3 in a cluster; or sync_interval: always, for acknowledged "
+                    "messages",
+                )
+            )
+        elif replicas < ENOUGH:
+            findings.append(("two servers work only together", "replicas = 3"))
+        if not config.get("allow_rollup_hdrs"):
+            findings.append(("its marks pile up", "allow_rollup_hdrs"))
+        if not config.get("allow_direct"):
+            findings.append(("saf reconcile cannot read it back", "allow_direct"))
+        kept = kept_by(replicas)
+        return Guarantee(
+            server=server,
+            promise=f"{quality}; {kept}; a loss is detected, and saf rebase repeats the messages",
+            more=tuple(findings),
+        )
+
+
+def takes(wanted: str, given: str) -> bool:
+    """Return True if a pattern covers a subject, or all subjects of another pattern.
+
+    >>> takes("orders.*", "orders.a"), takes("orders.*", "orders.a.b")
+    (True, False)
+    >>> takes("orders.>", "orders.*"), takes("orders.*", "orders.>")
+    (True, False)
+    """
+    tokens, target = wanted.split("."), given.split(".")
+    for place, word in enumerate(tokens):
+        if word == ">":
+            return len(target) > place
+        if place >= len(target) or target[place] == ">" or word not in ("*", target[place]):
+            return False
+    return len(tokens) == len(target)
+
+
+def all_marks(stream: str) -> str:
+    """Return the pattern of all marks."""
+    return f"saf-marks.{stream}.>"
+
+
+def identity_subject(stream: str) -> str:
+    """Return the subject of the destination's identity."""
+    return f"saf-marks.{stream}.identity"
+
+
+def marks_subject(stream: str, source: UUID | str) -> str:
+    """Return the pattern of a source's marks."""
+    return f"saf-marks.{stream}.{source}.>"
+
+
+def mark_subject(stream: str, source: UUID, place: Place) -> str:
+    """Return the subject of a place's mark.
+
+    >>> mark_subject("SAF", UUID(int=7), ("retry", 3))
+    'saf-marks.SAF.00000000-0000-0000-0000-000000000007.3.7265747279'
+    """
+    lane, shard = place
+    return f"saf-marks.{stream}.{source}.{shard}.{lane.encode().hex() or OWN}"
+
+
+def source_of(name: str) -> UUID | None:
+    """Return the source of a mark's subject; None for another subject.
+
+    >>> source_of(mark_subject("SAF", UUID(int=7), ("retry", 3)))
+    UUID('00000000-0000-0000-0000-000000000007')
+    >>> source_of(identity_subject("SAF"))
+    """
+    _, _, source, *place = name.split(".")
+    return UUID(source) if place else None
+
+
+def place_of(name: str) -> Place:
+    """Return the place of a mark's subject.
+
+    >>> place_of(mark_subject("SAF", UUID(int=7), ("retry", 3)))
+    ('retry', 3)
+    """
+    shard, lane = name.split(".")[-2:]
+    return MAIN if lane == OWN else bytes.fromhex(lane).decode(), int(shard)
+
 
 def answered(answer: Msg) -> dict[str, Any]:
     """Parse an answer of JetStream.
@@ -263,13 +372,6 @@ def answered(answer: Msg) -> dict[str, Any]:
     if "error" in reply:
         raise JetStreamError(reply["error"])
     return reply
-
-
-def open_link(name: str, settings: Nats) -> Link:
-    """Return a link that is connected."""
-    destination = f"destination {name!r}"
-    with errors(destination, settings):
-        return Link(destination, settings, Connection(name, settings))
 
 
 @contextmanager
@@ -296,38 +398,3 @@ def translated(what: str, settings: Nats, error: Exception) -> SafError:
     unavailable = Unavailable(what, f"{settings.server}: {reason}")
     unavailable.hangs = isinstance(error, TimeoutError)
     return unavailable
-
-
-def guarantee(link: Link) -> Guarantee:
-    """Return the server's promise with its current settings."""
-    config = link.look()
-    settings = link.settings
-    server = f"NATS {link.connection.version}, {settings.server}, stream {settings.stream}"
-    quality = settings.quality.replace("_", " ")
-    if config is None:
-        return Guarantee(server=f"{server}, which is made at the first message", promise=quality)
-    findings: list[tuple[str, str]] = []
-    replicas = int(config.get("num_replicas", 1))
-    if config.get("storage") == "memory":
-        findings.append(("it keeps messages in memory, so a restart loses them", "storage = file"))
-    if replicas == 1:
-        findings.append(
-            (
-                "a loss of power may lose messages acknowledged since the server last synced its "
-                "files, and keep a part of the batch that it was storing, which is then stored "
-                "twice",
-                "replicas = 3 in a cluster; or sync_interval: always, for acknowledged messages",
-            )
-        )
-    elif replicas < ENOUGH:
-        findings.append(("two servers work only together", "replicas = 3"))
-    if not config.get("allow_rollup_hdrs"):
-        findings.append(("its marks pile up", "allow_rollup_hdrs"))
-    if not config.get("allow_direct"):
-        findings.append(("saf reconcile cannot read it back", "allow_direct"))
-    kept = kept_by(replicas)
-    return Guarantee(
-        server=server,
-        promise=f"{quality}; {kept}; a loss is detected, and saf rebase repeats the messages",
-        more=tuple(findings),
-    )

@@ -30,17 +30,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations import Chunk, Refusal, Stored
-from saf.destinations.events import CONTENT_TYPE
-from saf.destinations.mapping import Mapped, mapped
+from saf.destinations.mapping import CONTENT_TYPE, Mapped, mapped
 from saf.destinations.marks import Mark, Place
 from saf.destinations.places import not_for
+from saf.destinations.queues import Queue
 from saf.destinations.rabbitmq.server import (
     Broken,
-    Channel,
+    Link,
     NotAll,
     NotTaken,
-    errors,
-    open_link,
     translated,
 )
 from saf.destinations.texts import BYTES, NONE, joined, sizes
@@ -63,14 +61,11 @@ Row = tuple[UUID, str, int]
 """A row of a chunk: its source, the column that numbers the rows, and its number."""
 
 
-class Queues:
+class Queues(Queue[Link, "Rabbitmq"]):
     """Queues as a `saf.destinations.Destination`."""
 
     def __init__(self, name: str, settings: Rabbitmq) -> None:
-        self.name = name
-        self.what = f"destination {name!r}"
-        self.settings = settings
-        self._channel: Channel | None = None
+        super().__init__(name, settings)
         self._there: set[Row] = set()
         """Stored rows of a chunk that is not complete, and that may be given again."""
 
@@ -78,16 +73,8 @@ class Queues:
         """Return an identity computed from the address."""
         return self.settings.identity(self.name)
 
-    def connect(self) -> None:
-        """Connect, unless connected already."""
-        if self._channel is None:
-            self._channel = open_link(self.name, self.settings)
-
-    def close(self) -> None:
-        """Close the connection, if one is open."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+    def _prepare(self, link: Link) -> UUID:  # noqa: ARG002 - the address is the identity
+        return self.identity()
 
     def store(
         self,
@@ -139,13 +126,11 @@ class Queues:
         return {}
 
     @contextmanager
-    def _sending(self, messages: list[tuple[Row, str]]) -> Iterator[Channel]:
-        """Yield the channel; after an error, translate the error and close the channel."""
-        channel = self._channel
-        assert channel is not None  # noqa: S101 - connected before
+    def _sending(self, messages: list[tuple[Row, str]]) -> Iterator[Link]:
+        """Yield the link; after an error, note what was stored, translate, and close the link."""
         try:
-            with errors(self.what, self.settings):
-                yield channel
+            with self._connected() as link:
+                yield link
         except NotAll as error:
             confirmed = (messages[place] for place in np.flatnonzero(error.there).tolist())
             self._there.update(row for row, id_ in confirmed if id_ not in error.returned)
@@ -155,9 +140,6 @@ class Queues:
             if isinstance(error, Broken):
                 raise translated(self.what, self.settings, error.cause) from None
             raise Unavailable(self.what, f"{self.settings.server}: {error}") from None
-        except Unavailable:
-            self.close()
-            raise
 
 
 def check(where: str, what: Mapped) -> None:

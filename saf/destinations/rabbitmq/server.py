@@ -26,7 +26,7 @@ from pika.exceptions import (
 
 from saf.database import pinned
 from saf.destinations.addresses import context_of, first_of
-from saf.destinations.queues import unusable
+from saf.destinations.settings import unusable
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
@@ -85,11 +85,11 @@ class NotNow(NotAll):
     """A queue refuses the remaining messages, and may take them later."""
 
 
-class Channel:
+class Link:
     """A destination's connection, with a channel that confirms; not thread-safe."""
 
-    def __init__(self, what: str, settings: Rabbitmq) -> None:
-        self.what = what
+    def __init__(self, name: str, settings: Rabbitmq) -> None:
+        self.what = f"destination {name!r}"
         self._settings = settings
         self._error: BaseException | None = None
         self._connection: Any = None
@@ -296,13 +296,6 @@ class _Sending:
     def taken(self) -> npt.NDArray[np.bool_]:
         """For each message, True if the server has taken or returned it."""
         return self.answered & ~self.refused
-
-
-def open_link(name: str, settings: Rabbitmq) -> Channel:
-    """Return a channel that is connected."""
-    destination = f"destination {name!r}"
-    with errors(destination, settings):
-        return Channel(destination, settings)
 
 
 @contextmanager

@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.destinations.events import CONTENT_TYPE
-from saf.destinations.mapping import Mapped
+from saf.destinations.mapping import CONTENT_TYPE, Mapped
 from saf.destinations.texts import BYTES, NONE, joined, numbers, sizes
 
 EVENTS = "cloudEvents_"

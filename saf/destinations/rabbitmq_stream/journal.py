@@ -46,7 +46,6 @@ import numpy as np
 import numpy.typing as npt
 
 from saf.destinations.marks import NOTHING, Known, Mark, Place, read, written
-from saf.destinations.queues import readable
 from saf.destinations.rabbitmq_stream.connection import (
     FIRST,
     NO_STREAM,
@@ -55,6 +54,7 @@ from saf.destinations.rabbitmq_stream.connection import (
     at,
     text_of,
 )
+from saf.destinations.settings import readable
 
 KEPT_BYTES, SEGMENT_BYTES = 32 << 20, 4 << 20
 """Size limits of the stream and of its segments."""

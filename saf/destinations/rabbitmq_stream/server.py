@@ -11,8 +11,8 @@ The streams are:
 An error is recognised by its code. If a later attempt may succeed, it is `Unavailable`: no answer,
 a stream without a leader. If an operator must fix something, it is `Refused`: the login, a right.
 
-`guarantee` returns the promise of the server's streams: which messages a crash may take back. A
-server confirms a message when most of the servers that keep its stream have written it, and never
+`Link.guarantee` returns the promise of the server's streams: which messages a crash may take back.
+A server confirms a message when most of the servers that keep its stream have written it, and never
 syncs its files. So the number of servers that lose power together decides.
 """
 
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from uuid import NAMESPACE_URL, UUID, uuid5
 
 from saf.destinations.marks import Known
-from saf.destinations.queues import ENOUGH, kept_by, unusable
+from saf.destinations.queues import ENOUGH, kept_by
 from saf.destinations.rabbitmq_stream.connection import (
     DENIED,
     LOGINS,
@@ -38,7 +38,7 @@ from saf.destinations.rabbitmq_stream.journal import (
     SEGMENT_BYTES,
     Journal,
 )
-from saf.destinations.settings import Guarantee
+from saf.destinations.settings import Guarantee, unusable
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
@@ -55,10 +55,10 @@ IDENTITY = "identity"
 class Link:
     """A destination's connection to its server, and to its streams."""
 
-    def __init__(self, what: str, settings: RabbitmqStream, connection: Connection) -> None:
-        self.what = what
+    def __init__(self, name: str, settings: RabbitmqStream) -> None:
+        self.what = f"destination {name!r}"
         self.settings = settings
-        self.connection = connection
+        self.connection = Connection(settings)
         self._there: set[str] = set()
         self._journal: Journal | None = None
 
@@ -153,12 +153,34 @@ class Link:
         """Close the connection."""
         self.connection.close()
 
-
-def open_link(name: str, settings: RabbitmqStream) -> Link:
-    """Return a link that is connected."""
-    destination = f"destination {name!r}"
-    with errors(destination, settings):
-        return Link(destination, settings, Connection(settings))
+    def guarantee(self) -> Guarantee:
+        """Return the server's promise with its current settings."""
+        self.look()
+        settings = self.settings
+        server = f"RabbitMQ {self.connection.server['version']}, {settings.server}"
+        quality = settings.quality.replace("_", " ")
+        replicas = self.connection.replicas([settings.marks]).get(settings.marks)
+        if replicas is None:
+            server = f"{server}, whose streams are made at the first message"
+            return Guarantee(server=server, promise=quality)
+        findings: list[tuple[str, str]] = []
+        if replicas == 1:
+            findings.append(
+                (
+                    "a loss of power may lose messages that the system had not written yet, in "
+                    "each stream separately; saf reconcile finds missing messages",
+                    "a cluster of three servers, each with power of its own",
+                )
+            )
+        elif replicas < ENOUGH:
+            findings.append(("two servers work only together", "a cluster of three servers"))
+        kept = kept_by(replicas)
+        return Guarantee(
+            server=server,
+            promise=f"{quality}; {kept}; the loss of a server's marks is detected, and saf rebase "
+            "sends missing messages again",
+            more=tuple(findings),
+        )
 
 
 @contextmanager
@@ -183,33 +205,3 @@ def translated(what: str, settings: RabbitmqStream, error: Exception) -> SafErro
     unavailable = Unavailable(what, f"{settings.server}: {reason}")
     unavailable.hangs = isinstance(error, TimeoutError)
     return unavailable
-
-
-def guarantee(link: Link) -> Guarantee:
-    """Return the server's promise with its current settings."""
-    link.look()
-    settings = link.settings
-    server = f"RabbitMQ {link.connection.server['version']}, {settings.server}"
-    quality = settings.quality.replace("_", " ")
-    replicas = link.connection.replicas([settings.marks]).get(settings.marks)
-    if replicas is None:
-        server = f"{server}, whose streams are made at the first message"
-        return Guarantee(server=server, promise=quality)
-    findings: list[tuple[str, str]] = []
-    if replicas == 1:
-        findings.append(
-            (
-                "a loss of power may lose messages that the system had not written yet, in each "
-                "stream separately; saf reconcile finds missing messages",
-                "a cluster of three servers, each with power of its own",
-            )
-        )
-    elif replicas < ENOUGH:
-        findings.append(("two servers work only together", "a cluster of three servers"))
-    kept = kept_by(replicas)
-    return Guarantee(
-        server=server,
-        promise=f"{quality}; {kept}; the loss of a server's marks is detected, and saf rebase "
-        "sends missing messages again",
-        more=tuple(findings),
-    )

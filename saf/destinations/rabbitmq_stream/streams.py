@@ -38,23 +38,27 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from saf.destinations import Chunk, Refusal, Stored
-from saf.destinations.mapping import Mapped, mapped
-from saf.destinations.marks import ONCE, Mark, Place
+from saf.destinations import Chunk, Reading, Refusal, Stored
+from saf.destinations.mapping import Mapped, held_of, mapped, said_of, source_of
+from saf.destinations.marks import ONCE, Known, Mark, Place
 from saf.destinations.places import guarded, judged, noting, places_of, refuse
-from saf.destinations.queues import unusable
+from saf.destinations.queues import Queue
 from saf.destinations.rabbitmq_stream import amqp
 from saf.destinations.rabbitmq_stream.connection import VERSION, Command, Connection
 from saf.destinations.rabbitmq_stream.journal import (
     BATCH_BITS,
     ROW_BITS,
     Begun,
+    Journal,
+    generation,
     publisher,
     publishing_ids,
 )
-from saf.destinations.rabbitmq_stream.server import Link, errors, open_link
+from saf.destinations.rabbitmq_stream.server import Link
+from saf.destinations.settings import unusable
+from saf.destinations.tables import Held, TableReading
 from saf.destinations.texts import BYTES, fixed
-from saf.errors import Refused, Rejected, Unavailable
+from saf.errors import CannotReadBack, Rejected
 from saf.failpoints import fail_point
 
 if TYPE_CHECKING:
@@ -86,42 +90,17 @@ class Numbered:
     begun: Mapping[Place, Begun]
 
 
-class Streams:
+class Streams(Queue[Link, "RabbitmqStream"]):
     """Streams as a `saf.destinations.Destination`."""
 
     def __init__(self, name: str, settings: RabbitmqStream) -> None:
-        self.name = name
-        self.what = f"destination {name!r}"
-        self.settings = settings
-        self._link: Link | None = None
+        super().__init__(name, settings)
         self._publishers: Publishers | None = None
-        self._identity: UUID | None = None
 
-    def identity(self) -> UUID:
-        """Return the server's identity; a server without one becomes a destination."""
-        self.connect()
-        assert self._identity is not None  # noqa: S101 - set by connect()
-        return self._identity
-
-    def connect(self) -> None:
-        """Connect, and ensure that the server keeps its messages."""
-        if self._link is not None:
-            return
-        self._link = open_link(self.name, self.settings)
-        self._publishers = Publishers(self._link.connection)
-        try:
-            with self._connected() as link:
-                link.look()
-                self._identity = link.make_identity()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Close the connection, if one is open."""
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
+    def _prepare(self, link: Link) -> UUID:
+        self._publishers = Publishers(link.connection)
+        link.look()
+        return link.make_identity()
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
         """Store a chunk; see `saf.destinations.Destination`."""
@@ -252,18 +231,6 @@ class Streams:
             self.settings.step_rows,
         )
 
-    @contextmanager
-    def _connected(self) -> Iterator[Link]:
-        """Yield the link; after an error, translate the error and close the link."""
-        link = self._link
-        assert link is not None  # noqa: S101 - connected before
-        try:
-            with errors(self.what, self.settings):
-                yield link
-        except (Unavailable, Refused):
-            self.close()  # its declared publishers are unknown now
-            raise
-
 
 class Publishers:
     """Publishers of one connection, which send messages as frames; at most `MOST` at a time."""
@@ -359,3 +326,69 @@ class Publishers:
             target = start + last
         self._connection.confirm(start + count)
         return count
+
+
+@contextmanager
+def read(name: str, settings: RabbitmqStream) -> Iterator[Reading]:
+    """Open the streams for reading.
+
+    Raises:
+        CannotReadBack: messages were removed.
+    """
+    with settings.connected(name) as link:
+        identity = link.identity()
+        held: dict[UUID, Held] = {}
+        known: dict[UUID, Known] = {}
+        streams: dict[str, list[Journal]] = {}
+        for source in link.sources():
+            held[source] = Held()
+            journal = link.journal(source)
+            journal.follow()
+            known[source] = journal.known(identity)
+            for stream in journal.streams:
+                streams.setdefault(stream, []).append(journal)
+        existing = link.connection.replicas(sorted(streams))
+        for stream, journals in sorted(streams.items()):
+            if stream not in existing:
+                raise CannotReadBack(name, f"its stream {stream} is gone")
+            if missing := _read(link.connection, stream, held):
+                raise CannotReadBack(name, f"{missing:,} messages of its stream {stream} are gone")
+            if missing is None and any(_has_had(journal, stream) for journal in journals):
+                raise CannotReadBack(name, f"all messages of its stream {stream} are gone")
+        yield TableReading(
+            name=name,
+            is_=identity,
+            read=lambda source: held.get(source, Held()).table(),
+            knows=lambda source: known.get(source) or Known(destination=identity),
+        )
+
+
+def entries(connection: Connection, stream: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the messages of a stream that exist now, with their numbers."""
+    with connection.chunks(stream) as following:
+        while (chunk := following(wait=False)) is not None:
+            yield from enumerate(chunk.entries, start=chunk.first)
+
+
+def _read(connection: Connection, stream: str, held: Mapping[UUID, Held]) -> int | None:
+    """Add the messages of a stream, one by one; return the number of the first message, if any.
+
+    Later numbers may have gaps: the server uses some for its own entries.
+    """
+    first = None
+    for number, message in entries(connection, stream):
+        first = number if first is None else first
+        headers = said_of(*amqp.read(message), amqp.EVENTS)
+        source = source_of(headers, amqp.EVENTS)
+        if source is not None and source in held:
+            held[source].add(held_of(headers, amqp.EVENTS))
+    return first
+
+
+def _has_had(journal: Journal, stream: str) -> bool:
+    """Return True if messages were ever stored in a stream, as far as its server remembers."""
+    publishers = [
+        (publisher(journal.source, place, generation(mark.batch)), stream)
+        for place, (_, mark) in journal.done.items()
+    ]
+    return any(journal.connection.sequences(publishers))

@@ -7,9 +7,9 @@ An error of the server is recognised by its code, the first word of its answer. 
 may succeed, it is `Unavailable`: no answer, no memory, no disk, a failover. If an operator must fix
 something, it is `Refused`: the login, a right, a replica, a policy that evicts keys.
 
-`guarantee` returns the promise of the server's settings: which messages a crash or a failover may
-take back. A loss always takes the marks back with the messages. It is noticed at the next contact,
-and `saf rebase` sends the lost messages again; but a consumer may have read them before.
+`Link.guarantee` returns the promise of the server's settings: which messages a crash or a failover
+may take back. A loss always takes the marks back with the messages. It is noticed at the next
+contact, and `saf rebase` sends the lost messages again; but a consumer may have read them before.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from saf.destinations.marks import ABSENT, Known, Place, known_of
-from saf.destinations.queues import unusable
 from saf.destinations.redis import script
 from saf.destinations.redis.script import DENIED, NO_STREAM
-from saf.destinations.settings import Guarantee
+from saf.destinations.settings import Guarantee, unusable
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
@@ -70,10 +69,11 @@ NOT_KEPT = "a crash, or any restart, loses messages acknowledged since the last 
 class Link:
     """A destination's client, connected to its server."""
 
-    def __init__(self, what: str, settings: Redis, client: Any) -> None:
-        self.what = what
+    def __init__(self, name: str, settings: Redis) -> None:
+        self.what = f"destination {name!r}"
         self.settings = settings
-        self.client = client
+        self.client = _client(settings)
+        self.client.ping()
 
     def identity(self) -> UUID:
         """Return the destination's identity, or its future one; write nothing.
@@ -143,18 +143,52 @@ class Link:
         with suppress(RedisError, OSError):
             self.client.close()
 
+    def guarantee(self) -> Guarantee:
+        """Return the server's promise with its current settings."""
+        info = self.info()
+        file = bool(info["aof_enabled"])
+        sync = self.config("appendfsync") if file else None
+        replicas = int(info["connected_slaves"])
+        required = self.settings.replicas
+        findings: list[tuple[str, str]] = []
+        if not file:
+            findings.append((NOT_KEPT, "appendonly yes and appendfsync always in redis.conf"))
+        elif sync is None:
+            findings.append((KEPT[sync], "ACL SETUSER with +config|get, for appendfsync"))
+        elif sync != "always":
+            findings.append((KEPT[sync], "appendfsync always in redis.conf"))
+        if replicas and not required:
+            findings.append(
+                (
+                    f"a failover to one of {_replicas(replicas)} may lose acknowledged messages, "
+                    "because writes do not wait for it",
+                    f"replicas = {replicas} in this destination of saf.toml, and "
+                    "min-replicas-to-write",
+                )
+            )
+        if required > replicas:
+            findings.append(
+                (
+                    f"it has {replicas} of {_replicas(required)} that saf waits for: messages wait",
+                    "start them, or lower replicas in saf.toml",
+                )
+            )
+        failover = "no replica is waited for"
+        if required:
+            failover = f"a chunk counts as stored when {_replicas(required)} have it"
+        kept = KEPT.get(sync, KEPT[None]) if file else NOT_KEPT
+        name = "Valkey" if "valkey_version" in info else "Redis"
+        version = info.get("valkey_version") or info["redis_version"]
+        return Guarantee(
+            server=f"{name} {version}, {info['redis_mode']}, {self.settings.server}",
+            promise=f"{self.settings.quality.replace('_', ' ')}; {kept}; {failover}; a loss is "
+            "detected, and saf rebase sends the lost messages again",
+            more=tuple(findings),
+        )
+
 
 def _text(value: object) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def open_link(name: str, settings: Redis) -> Link:
-    """Return a link that is connected."""
-    destination = f"destination {name!r}"
-    with errors(destination, settings):
-        client = _client(settings)
-        client.ping()
-    return Link(destination, settings, client)
 
 
 def _client(settings: Redis) -> Any:
@@ -249,49 +283,6 @@ def _refusal(error: Exception) -> Exception:
         if isinstance(inner, redis.exceptions.NoPermissionError):
             return inner
     return error.__cause__ if isinstance(error.__cause__, RedisError) else error
-
-
-def guarantee(link: Link) -> Guarantee:
-    """Return the server's promise with its current settings."""
-    info = link.info()
-    file = bool(info["aof_enabled"])
-    sync = link.config("appendfsync") if file else None
-    replicas = int(info["connected_slaves"])
-    required = link.settings.replicas
-    findings: list[tuple[str, str]] = []
-    if not file:
-        findings.append((NOT_KEPT, "appendonly yes and appendfsync always in redis.conf"))
-    elif sync is None:
-        findings.append((KEPT[sync], "ACL SETUSER with +config|get, for appendfsync"))
-    elif sync != "always":
-        findings.append((KEPT[sync], "appendfsync always in redis.conf"))
-    if replicas and not required:
-        findings.append(
-            (
-                f"a failover to one of {_replicas(replicas)} may lose acknowledged messages, "
-                "because writes do not wait for it",
-                f"replicas = {replicas} in this destination of saf.toml, and min-replicas-to-write",
-            )
-        )
-    if required > replicas:
-        findings.append(
-            (
-                f"it has {replicas} of {_replicas(required)} that saf waits for: messages wait",
-                "start them, or lower replicas in saf.toml",
-            )
-        )
-    failover = "no replica is waited for"
-    if required:
-        failover = f"a chunk counts as stored when {_replicas(required)} have it"
-    kept = KEPT.get(sync, KEPT[None]) if file else NOT_KEPT
-    name = "Valkey" if "valkey_version" in info else "Redis"
-    version = info.get("valkey_version") or info["redis_version"]
-    return Guarantee(
-        server=f"{name} {version}, {info['redis_mode']}, {link.settings.server}",
-        promise=f"{link.settings.quality.replace('_', ' ')}; {kept}; {failover}; a loss is "
-        "detected, and saf rebase sends the lost messages again",
-        more=tuple(findings),
-    )
 
 
 def _replicas(count: int) -> str:

@@ -50,8 +50,8 @@ import psycopg
 
 from saf.broker.health import refuse
 from saf.database import Dsn, check_schema, of_broker, unavailable_if_lost
+from saf.destinations import Entry
 from saf.destinations.marks import Known, reached
-from saf.destinations.reading import Entry
 from saf.destinations.settings import DestinationSettings
 from saf.dialogs.comparing import compare
 from saf.dialogs.monologs import SentMonolog, received_monologs, sent_monologs, subscribers_set_back

@@ -152,7 +152,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a state of a folder that is damaged makes dead letters",
-        "saf/destinations/jsonl/state.py",
+        "saf/destinations/jsonl/__init__.py",
         "        with readable(what, str(file), CURE):\n",
         "        if True:\n",
         "contract/test_jsonl.py::test_what_is_wrong_with_its_own_files_makes_no_dead_letters",
@@ -252,14 +252,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "readers of a table expect the least value of each column",
-        f"{DELTA}/making.py",
+        f"{DELTA}/table.py",
         '    "delta.dataSkippingStatsColumns": ",".join(COUNTED),\n',
         "",
         f"{LAKE}::test_a_query_by_any_column_finds_its_rows",
     ),
     mutant(
         "marks in checkpoints are not read",
-        f"{DELTA}/log.py",
+        f"{DELTA}/files.py",
         "                self._numbers |= self._of_checkpoint(path)\n",
         "                pass\n",
         f"{LAKE}::test_marks_are_kept_by_checkpoints",
@@ -574,7 +574,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "messages that were removed from a stream are taken for lost",
-        "saf/destinations/nats/reading.py",
+        "saf/destinations/nats/batches.py",
         "if (missing := moment.stored - moment.found) > 0:",
         "if (missing := 0) > 0:",
         f"{NATS}::test_marks_outlive_the_messages_that_the_stream_forgets_by_age",
@@ -747,7 +747,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "records that were removed are taken for lost",
-        "saf/destinations/kafka/reading.py",
+        "saf/destinations/kafka/transactions.py",
         "                if first:",
         "                if first < 0:",
         f"{KAFKA}::test_what_was_removed_is_not_taken_for_lost",
@@ -806,7 +806,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "messages that a limit has removed from a stream are taken for lost",
-        f"{RABBITMQ_STREAM}/reading.py",
+        f"{RABBITMQ_STREAM}/streams.py",
         "            if missing := _read(link.connection, stream, held):",
         "            if (missing := _read(link.connection, stream, held)) and False:",
         f"{RABBITMQ}::test_what_the_stream_has_removed_is_not_taken_for_lost",
@@ -848,7 +848,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "entries that were removed are taken for lost",
-        "saf/destinations/redis/reading.py",
+        "saf/destinations/redis/streams.py",
         'if missing := info["entries-added"] - info["length"]:',
         "if missing := 0:",
         f"{REDIS}::test_what_was_trimmed_is_not_taken_for_lost",
@@ -883,7 +883,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is nearly JSON is in an event as it is",
-        "saf/destinations/events.py",
+        "saf/destinations/mapping.py",
         "from_json(body, allow_inf_nan=False)",
         "from_json(body, allow_inf_nan=True)",
         "unit/test_doctests.py",
@@ -904,14 +904,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a store that lets two commits win passes the check",
-        f"{DELTA}/probing.py",
+        f"{DELTA}/files.py",
         "if max(won) > 1:",
         "if max(won) > AT_ONCE:",
         f"{CHECK}::test_it_finds_what_an_object_store_does_not_keep",
     ),
     mutant(
         "a probe stays where it was written",
-        f"{DELTA}/probing.py",
+        f"{DELTA}/files.py",
         "remaining = files.remove([*paths, *(",
         "remaining = files.remove([*(",
         f"{CHECK}::test_it_tries_an_object_store_and_leaves_nothing_there",

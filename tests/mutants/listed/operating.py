@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-SIDE, INBOX_READING = "saf/log/side.py", "saf/destinations/postgresql/reading.py"
+SIDE, INBOX_READING = "saf/log/side.py", "saf/destinations/postgresql/__init__.py"
 COMPARING, SIDES, OUTCOME, COPIES = (
     "saf/operating/repair/reconcile/comparing.py",
     "saf/operating/repair/reconcile/outcome.py",

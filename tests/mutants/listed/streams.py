@@ -112,7 +112,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "dates are counted as Python has them",
-        "saf/destinations/delta/making.py",
+        "saf/destinations/delta/files.py",
         "ends.cast(pa.string()) if pa.types.is_date(ends.type) else ends",
         "ends",
         f"{LAKE}::test_columns_of_any_type_are_written_and_found_by_what_they_hold",
@@ -135,7 +135,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "rows without a value for the partition are left out",
-        "saf/destinations/delta/making.py",
+        "saf/destinations/delta/files.py",
         "pc.is_null(values) if value is None else pc.equal(values, value)",
         "pc.equal(values, value)",
         f"{LAKE}::test_a_query_by_any_column_finds_its_rows",

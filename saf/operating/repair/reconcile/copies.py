@@ -41,8 +41,8 @@ from uuid import UUID
 
 import psycopg
 
+from saf.destinations import Entry, Reading
 from saf.destinations.marks import compare, reached
-from saf.destinations.reading import Entry, Reading
 from saf.log.side import Side
 from saf.operating.repair.set_back import remembered
 from saf.routing.matching import Routes

@@ -19,7 +19,7 @@ from uuid import UUID
 
 from saf.broker.health import refuse
 from saf.database import Dsn, unavailable_if_lost
-from saf.destinations.reading import Compared, Reading
+from saf.destinations import Compared, Reading
 from saf.destinations.settings import DestinationSettings
 from saf.errors import CannotReadBack, ConfigurationError
 from saf.log.side import Side, open_side
