@@ -89,7 +89,6 @@ class DestinationSessions:
         return _answered(attempts, lambda: self._store(part, chunk))
 
     def _store(self, part: Part, chunk: Chunk) -> Stored | Refusal:
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
         with forwarding(name, chunk.rows):
             known, stored = self._in_step(
@@ -156,7 +155,6 @@ class DestinationSessions:
         self, part: Part, chunk: Chunk, ask: Callable[[Destination, Chunk], T]
     ) -> tuple[Mapping[Place, Mark], T]:
         """Ask a part's destination, with its known marks; return these marks and the answer."""
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
         if error := obstacle(self.rules, name, part.quality):
             raise error

@@ -239,7 +239,7 @@ class Releasing:
             never = self.storing.not_stored(part, never, set_aside)
             if never is None:
                 return part
-        set_aside.bury(never, part.waits_at, "expired", dropped.EXPIRED)
+        set_aside.bury(never, part.destination, "expired", dropped.EXPIRED)
         gone = pc.is_in(part.rows["parked_id"], never["parked_id"].combine_chunks())
         return replace(part, rows=part.rows.filter(pc.invert(gone)))
 
@@ -250,7 +250,7 @@ class Releasing:
         isolate(
             part.rows,
             lambda rows: self.storing.store(replace(part, rows=rows), set_aside),
-            lambda message, error: set_aside.bury(message, part.waits_at, "rejected", error),
+            lambda message, error: set_aside.bury(message, part.destination, "rejected", error),
         )
         self.parked.settle(part.rows, set_aside)
 
@@ -270,7 +270,7 @@ class Releasing:
             qualities = pc.coalesce(qualities, by_route, pa.scalar(default))
         for quality in pc.unique(qualities).to_pylist():
             group = rows.filter(pc.equal(qualities, quality))
-            yield Part(destination=destination, quality=quality, rows=group, waits_at=destination)
+            yield Part(destination=destination, quality=quality, rows=group)
 
     def _parked(self, destination: str, lanes: Collection[Lane]) -> Iterator[pa.Table]:
         found = any(lane.found for lane in lanes)
@@ -284,7 +284,7 @@ class Releasing:
         They wait in a lane from which nothing is sent. If they stay there because this process ends
         before they leave, they become dead letters.
         """
-        lane = Lane(destination=part.waits_at, kind=Kind.DOUBT)
+        lane = Lane(destination=part.destination, kind=Kind.DOUBT)
         batch = self.context.work.batch
         ids = part.rows["parked_id"].to_pylist()
 

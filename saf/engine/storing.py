@@ -166,7 +166,7 @@ class Storing:
 
     def _attempt(self, part: Part, set_aside: SetAside) -> Sequence[Part]:
         """Give a piece of a part to its destination; return the pieces to try in its place."""
-        name, once, context = _name(part), part.quality == AT_MOST_ONCE, self.context
+        name, once, context = part.destination, part.quality == AT_MOST_ONCE, self.context
         if not once:
             set_aside.write_ahead(context.source)
         if not part.rows.num_rows and (once or not part.main):
@@ -198,7 +198,7 @@ class Storing:
         self, part: Part, refusal: Refusal, seconds: float, set_aside: SetAside
     ) -> Sequence[Part]:
         """Do what follows from a refusal; return the pieces to try in place of the refused one."""
-        name, once, error = _name(part), part.quality == AT_MOST_ONCE, refusal.error
+        name, once, error = part.destination, part.quality == AT_MOST_ONCE, refusal.error
         if refusal.stored is not None:
             stored = inputs_of(part.rows, refusal.stored)
             set_aside.take(stored)
@@ -231,13 +231,15 @@ class Storing:
             return True
         if self.context.told_to_stop():
             # the pieces wait in their lane: the next run delivers them before everything else
-            self.context.lanes.hold(Lane(destination=_name(part)), "the forwarder was told to stop")
+            self.context.lanes.hold(
+                Lane(destination=part.destination), "the forwarder was told to stop"
+            )
             return True
         return False
 
     def _reject(self, part: Part, set_aside: SetAside, error: SafError) -> None:
         """Make a dead letter of a part's only message, which its destination has rejected."""
-        name, brake = _name(part), self.context.brake
+        name, brake = part.destination, self.context.brake
         set_aside.bury(part.rows, name, "rejected", str(error))
         assert isinstance(error, Rejected)  # noqa: S101 - see `next_step`
         brake.rejected(name, error)
@@ -295,7 +297,7 @@ class Storing:
 
     def _wait(self, part: Part, set_aside: SetAside, refusal: Refusal) -> None:
         """Let a part wait for its destination, which refuses everything now."""
-        name, error = part.waits_at, refusal.error
+        name, error = part.destination, refusal.error
         self.context.receipts.of(name).down |= (
             obstacle(self.context.rules, name, part.quality) is None
         )
@@ -309,7 +311,7 @@ class Storing:
 
     def _hold(self, part: Part, set_aside: SetAside, refusal: Refusal) -> None:
         """Let unsent messages wait for their destination, which must not be tried immediately."""
-        error, lane = refusal.error, Lane(destination=_name(part))
+        error, lane = refusal.error, Lane(destination=part.destination)
         if isinstance(error, TO_REPAIR):
             self.context.to_repair = error
         set_aside.fail([lane], error, moving=refusal.stored is not None)
@@ -317,7 +319,7 @@ class Storing:
 
     def _give_up(self, part: Part, refusal: Refusal, set_aside: SetAside) -> None:
         """Make dead letters of messages that may have left, and must not be sent again."""
-        name = _name(part)
+        name = part.destination
         set_aside.bury(part.rows, name, "unavailable", str(refusal.error))
         if isinstance(refusal.error, REFUSES):
             self.context.receipts.of(name).down = True
@@ -330,13 +332,13 @@ class Storing:
         left = inputs_of(part.rows, chunk.rows, but=True)
         if not left.num_rows:
             return part
-        new = set_aside.leave_out(left, _name(part))
+        new = set_aside.leave_out(left, part.destination)
         self.context.receipts.of(part.destination).left_out += new
         return replace(part, rows=inputs_of(part.rows, chunk.rows))
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:
         """Note that a part was given to its destination, where ``messages`` were new."""
-        name, receipts = _name(part), self.context.receipts
+        name, receipts = part.destination, self.context.receipts
         if messages:
             self.context.brake.stored(name)
         receipts.delivered(name, part.rows)
@@ -350,7 +352,7 @@ class Storing:
     def _early(self, part: Part) -> int:
         """Return how many messages came early, at a destination that cannot hold messages back."""
         times = part.rows["deliver_at"]
-        holds = self.context.rules.destinations[_name(part)].capabilities.holds
+        holds = self.context.rules.destinations[part.destination].capabilities.holds
         if holds or times.null_count == len(times):
             return 0
         early = pc.sum(pc.greater(times, pa.scalar(datetime.now(UTC), times.type))).as_py()
@@ -376,7 +378,7 @@ class Storing:
 
         They are too large for it, or were split and it might store only some parts.
         """
-        name, transforming = _name(part), self.context.transforming
+        name, transforming = part.destination, self.context.transforming
         able = self.context.rules.destinations[name].capabilities
         if able.largest_body is None and (able.takes_parts or not transforming):
             return part
@@ -400,7 +402,7 @@ class Storing:
 
         Messages of a monolog stay: they are for a topic, and nobody answers.
         """
-        name, work = _name(part), self.context.work
+        name, work = part.destination, self.context.work
         if self.context.rules.destinations[name].capabilities.takes_dialogs:
             return part
         mask = pc.is_valid(part.rows["conversation_id"])
@@ -419,16 +421,10 @@ class Storing:
         """Return a part as its destination gets it."""
         work, behind = self.context.work, frozenset[str]()
         if part.main and part.quality != AT_MOST_ONCE:
-            behind = self.context.lanes.services(_name(part))
+            behind = self.context.lanes.services(part.destination)
         rows = self.context.transforming.outputs(part.rows)
         rows = vouched(rows, work.source, work.vouched_since)
         return Chunk(source=work.source, batch=work.batch, rows=rows, behind=behind)
-
-
-def _name(part: Part) -> str:
-    """Return the destination of a part that has one."""
-    assert part.destination is not None  # noqa: S101 - the caller ensures this
-    return part.destination
 
 
 def vouched(rows: pa.Table, source: UUID, since: int | None) -> pa.Table:

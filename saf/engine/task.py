@@ -158,7 +158,7 @@ class Task:
         routed = self.earlier.unfinished(context.matcher.route(resolved), matches)
         shared = share(routed, matches, source.choose)
         parts = [
-            replace(part, rows=self.earlier.fresh(part.rows, part.waits_at))
+            replace(part, rows=self.earlier.fresh(part.rows, part.destination))
             for part in split(
                 shared, matches, context.rules.qualities, context.lanes.held, resolution.waiting
             )
@@ -216,14 +216,14 @@ class Task:
                 set_aside.fail([lane], obstacle)
                 lanes.hold(lane, str(obstacle))
         # its lane waits; or the part is not in the destination's own lane, so it is behind others
-        waits = not part.main or Lane(destination=part.waits_at) in lanes.held
+        waits = not part.main or Lane(destination=part.destination) in lanes.held
         if waits:
             set_aside.wait(part)
         return waits
 
     def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
         """Return why messages cannot leave a lane; None if they can."""
-        if part.destination is None:
+        if not part.destination:
             return self.context.resolver.obstacle(lane)
         return obstacle(self.context.rules, part.destination, part.quality)
 
@@ -336,7 +336,7 @@ class EarlierTask:
         for part in parts:
             before = part.rows["id"].to_numpy() <= limits[part.rows["shard"].to_numpy()]
             if before.any():
-                set_aside.bury(part.rows.filter(pa.array(before)), part.waits_at, *MAY_HAVE_LEFT)
+                set_aside.bury(part.rows.filter(pa.array(before)), part.destination, *MAY_HAVE_LEFT)
                 part = replace(part, rows=part.rows.filter(pa.array(~before)))  # noqa: PLW2901
             left.append(part)
         return [part for part in left if part.rows.num_rows]

@@ -55,7 +55,7 @@ def test_services_that_wait_are_those_of_one_destination_and_of_their_kind() -> 
 
 def of_ids(*ids: int) -> Part:
     rows = pa.table({"id": pa.array(ids, pa.int64())})
-    return Part(destination="mom", quality="exactly_once", rows=rows, waits_at="mom")
+    return Part(destination="mom", quality="exactly_once", rows=rows)
 
 
 def aside() -> SetAside:

@@ -493,7 +493,7 @@ MUTANTS: list[Mutant] = [
         "messages that wait for a service count as delivered",
         STORING,
         "        rest = inputs_of(part.rows, refused, but=True)\n",
-        "        self.context.receipts.delivered(part.destination or '', refused)\n"
+        "        self.context.receipts.delivered(part.destination, refused)\n"
         "        rest = inputs_of(part.rows, refused, but=True)\n",
         COUNTED,
     ),
