@@ -34,9 +34,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations import Chunk, Refusal
-from saf.destinations.places import beyond
 from saf.engine.context import Context
-from saf.engine.destination_sessions import obstacle, prefix
+from saf.engine.destination_sessions import obstacle
 from saf.engine.parts import Part, unroutable
 from saf.engine.set_aside import SetAside
 from saf.engine.transforming import inputs_of, several_of
@@ -58,6 +57,7 @@ from saf.errors import (
 from saf.log.cursor import lock_cursors
 from saf.message import CLAIMED_FROM, VERIFIED_FROM
 from saf.routing.matching import AT_MOST_ONCE
+from saf.setaside.dropped import EXPIRED
 from saf.setaside.lane import Lane
 from saf.setaside.lane_columns import (
     either,
@@ -358,20 +358,25 @@ class Storing:
         early = pc.sum(pc.greater(times, pa.scalar(datetime.now(UTC), times.type))).as_py()
         return int(early or 0)
 
-    def not_stored(self, part: Part, rows: pa.Table, set_aside: SetAside) -> pa.Table | None:
-        """Ask its destination which rows of a part it has not stored before; None: it cannot tell.
+    def unexpired(self, part: Part, set_aside: SetAside) -> Part:
+        """Return a part of lanes without expired messages; bury those not stored before.
 
-        If the destination refuses everything now, the whole part waits, too. After any other
-        refusal, storing the part ends the task.
+        A destination that cannot tell is down, and the whole part waits. After any other refusal,
+        storing the part ends the task.
         """
-        chunk = self._chunk(replace(part, rows=rows))
-        marks = self.context.destinations.marks(part, chunk)
-        if isinstance(marks, Refusal):
-            if isinstance(marks.error, REFUSES):
-                self._wait(part, set_aside, marks)
-            return None
-        stored = {place: mark.number for place, mark in marks.items()}
-        return beyond(rows, chunk.batch.number, stored, prefix(part))
+        mask = set_aside.expired(part.rows)
+        if mask is None:
+            return part
+        expired = part.rows.filter(mask)
+        if part.quality != AT_MOST_ONCE:  # a message sent at most once has left its lane
+            answer = self.context.destinations.not_stored(part, expired)
+            if isinstance(answer, Refusal):
+                if isinstance(answer.error, REFUSES):
+                    self._wait(part, set_aside, answer)
+                return part
+            expired = answer
+        set_aside.bury(expired, part.destination, "expired", EXPIRED)
+        return replace(part, rows=inputs_of(part.rows, expired, but=True))
 
     def _bury_unsuited(self, part: Part, set_aside: SetAside) -> Part:
         """Return a part without messages that its destination never takes; bury these.

@@ -91,8 +91,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what has expired goes to a destination that did not say whether it has it",
         "saf/engine/storing.py",
-        "            if isinstance(marks.error, REFUSES):\n"
-        "                self._wait(part, set_aside, marks)\n",
+        "                if isinstance(answer.error, REFUSES):\n"
+        "                    self._wait(part, set_aside, answer)\n",
         "",
         "contract/test_expired_in_lanes.py::"
         "test_what_has_expired_waits_while_its_destination_does_not_say_whether_it_has_it",
@@ -458,8 +458,8 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what expires in a lane is dead although its destination has stored it",
-        RELEASING,
-        "            never = self.storing.not_stored(part, never, set_aside)\n",
+        "saf/engine/storing.py",
+        "            expired = answer\n",
         "            pass\n",
         "contract/test_expired_in_lanes.py::"
         "test_what_is_stored_already_is_not_dead_because_its_answer_got_lost",
