@@ -120,7 +120,7 @@ class ParkedLanes:
             if part.num_rows:
                 step(part)
 
-        if self.context.source.let_slip():
+        if self.context.source.has_let_slip():
             undo()
         isolate(rows, make, bury, undo)
 
@@ -181,7 +181,7 @@ class FindingRoutes:
         if not lanes:
             return set()
         found: set[Lane] = set()
-        routable = self._led(lanes)
+        routable = self._routable(lanes)
         in_time, self._untransformed = True, False
         self._left.clear()
         needed = (
@@ -206,7 +206,7 @@ class FindingRoutes:
             self.parked.succeed(routable)
         return found
 
-    def _led(self, lanes: Sequence[Lane]) -> set[Lane]:
+    def _routable(self, lanes: Sequence[Lane]) -> set[Lane]:
         """Return the lanes in which some message may have a way out.
 
         A lane names its service, so lanes without a way out need not be read.
@@ -275,7 +275,7 @@ class FindingRoutes:
         if not self.context.transforming.routers:
             return rows
         source_session, set_aside = self.context.source, self.parked.aside()
-        rows, why = self.context.transforming.ready(rows, source_session, led_on=False)
+        rows, why = self.context.transforming.ready(rows, source_session, routed=False)
         self._untransformed = why is not None
         routers = pa.array(self.context.transforming.routers, pa.string())
         inputs = rows.filter(pc.is_in(rows["to_service"], routers))

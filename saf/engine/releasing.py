@@ -127,7 +127,7 @@ class Releasing:
             if not left:
                 break
         for lane in left & tried:
-            self.context.lanes.open(lane)
+            self.context.lanes.emptied(lane)
         self.parked.succeed(left & tried)
         self.context.lanes.untried |= left - tried
 
@@ -248,7 +248,7 @@ class Releasing:
         unknown, have none: they get the quality that their route names now.
         """
         if rows[KIND][0].as_py() == Kind.MAIN:
-            self.context.look(rows)
+            self.context.find_held(rows)
             rows = rows.drop_columns(list(LANE))
         qualities = rows["quality"]
         if qualities.null_count:

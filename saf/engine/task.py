@@ -106,7 +106,7 @@ class Task:
         patience = work.dsn.bounds.chunk_seconds
         try:
             with Pulse(context.source.beat, work.lease_seconds / BEATS, patience):
-                self.earlier.look()
+                self.earlier.find_set_aside()
                 if not self.closes:  # its batch may have been read before an earlier task's work
                     context.source.find(lambda source: learn_set_aside(source, work.batch))
                 releasing.release_all()
@@ -116,7 +116,7 @@ class Task:
                 ):
                     self._refuse_doubled(rows)
                     self.end = int(rows["id"][-1].as_py()) if last else None
-                    stop = isolate(rows, self._forward, self._bury, self.earlier.look)
+                    stop = isolate(rows, self._forward, self._bury, self.earlier.find_set_aside)
                     if stop and not summary.closed:
                         summary.stopped = True
                         break
@@ -144,14 +144,14 @@ class Task:
         source, transforming = context.source, context.transforming
         set_aside = SetAside(work=context.work, position=position)
         fit = set_aside.bury_unfit(self.earlier.fresh(read), context.rules.max_bytes)
-        transforming.look(fit, source)
+        transforming.read_results(fit, source)
         fit = transforming.bury_at_fault(fit, set_aside)
         transforming.keep(fit, source)
-        context.look(fit)
+        context.find_held(fit)
         resolution = context.resolver.resolve(fit, context.lanes.held)
         resolved = resolution.rows
         if context.resolver:
-            context.look(fit, resolved)
+            context.find_held(fit, resolved)
         for rows, error in resolution.dead:
             set_aside.bury(rows, "", "unresolved", error)
         matches = context.matcher.matches
@@ -289,14 +289,17 @@ class Task:
 
 
 class EarlierTask:
-    """The work of earlier tasks on one batch. Call `look` first, and after a step has raised."""
+    """The work of earlier tasks on one batch.
+
+    Call `find_set_aside` first, and after a step has raised.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._set_aside: dict[str, pa.Array] = {}
         """For each destination, the ids beyond the position that are already set aside."""
 
-    def look(self) -> None:
+    def find_set_aside(self) -> None:
         """Find the messages that are set aside, and hold their lanes."""
         ids: dict[str, list[int]] = defaultdict(list)
         lanes, batch = self._context.lanes, self._context.work.batch

@@ -40,7 +40,7 @@ def earlier(*found: tuple[int, str, Lane | None]) -> tuple[EarlierTask, HeldLane
     context = Context.__new__(Context)
     context.work, context.source, context.lanes = of_nothing(), Source([*found]), HeldLanes()
     one = EarlierTask(context)
-    one.look()
+    one.find_set_aside()
     return one, context.lanes
 
 
