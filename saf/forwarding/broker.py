@@ -210,7 +210,7 @@ class SourceBroker:
             connection = self._connect()
             silent = 0.0
             if self.vigil is not None:
-                silent = self.vigil.look(self.name, connection)
+                silent = self.vigil.silence(self.name, connection)
             self._renewed = time.monotonic()
             if self._member is None or silent >= self.lease_seconds:
                 return

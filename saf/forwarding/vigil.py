@@ -55,7 +55,7 @@ class Vigil:
         """Count as a sign of life of the job that the driver itself works for it."""
         self._heard_at = time.monotonic()
 
-    def look(self, broker: str, connection: psycopg.Connection[Any]) -> float:
+    def silence(self, broker: str, connection: psycopg.Connection[Any]) -> float:
         """Return the seconds since the last sign of life of a broker's most silent task, or the
         job."""
         now = self._awake()
