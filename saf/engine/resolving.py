@@ -262,7 +262,9 @@ class Resolver:
         }
         lost = self._matcher.route(pa.table(addresses))["route"].is_null().to_numpy()
         # messages for a still unknown broker wait for the broker
-        lost &= addresses["to_broker"].is_null().to_numpy() & ~_is_in(services, self._resolved_later)
+        lost &= addresses["to_broker"].is_null().to_numpy() & ~_is_in(
+            services, self._resolved_later
+        )
         named = pc.binary_join_element_wise("it names '", services, "', ", "")
         for wrong, why in (
             (pc.is_null(services), pa.scalar("its classifier returns no service")),
