@@ -40,12 +40,7 @@ from saf.routing.matching import AT_MOST_ONCE
 from saf.setaside import backoff, dropped, parking
 from saf.setaside.isolation import isolate
 from saf.setaside.lane import Kind, Lane, given, service_lane
-from saf.setaside.lane_columns import (
-    KIND,
-    LANE,
-    is_in,
-    lanes_of,
-)
+from saf.setaside.lane_columns import KIND, LANE, is_in, lanes_of
 from saf.setaside.parking import Backoff
 
 SENT_AGAIN = (Kind.REPLAY, Kind.FOUND_REPLAY)

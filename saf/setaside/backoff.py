@@ -31,16 +31,7 @@ from saf.database import fetch
 from saf.errors import Braked, SafError
 from saf.log.shards import NEWEST
 from saf.setaside import parking
-from saf.setaside.lane import (
-    BROKER,
-    GIVEN,
-    OF_SERVICE,
-    SAME_LANE,
-    THE_LANE,
-    Kind,
-    Lane,
-    given,
-)
+from saf.setaside.lane import BROKER, GIVEN, OF_SERVICE, SAME_LANE, THE_LANE, Kind, Lane, given
 from saf.setaside.parking import BLOCKED, Backoff
 from saf.setaside.unhandled import FOR_ALL
 
