@@ -44,11 +44,11 @@ from saf.setaside.lane import Kind, Lane
 from saf.setaside.lane_columns import (
     KIND,
     LANE,
-    broker_of,
     either,
     found_lanes,
     given_of,
     in_lanes,
+    lane_of,
     lanes_of,
     route_lanes,
 )
@@ -289,7 +289,7 @@ class FindingRoutes:
 
     def _move(self, rows: pa.Table) -> set[Lane]:
         to = list(self._copies(rows))
-        lanes = {_lane(name, row) for name, _, copies in to for row in copies}
+        lanes = {lane_of(row, name) for name, _, copies in to for row in copies}
         gone = {row["parked_id"] for _, _, copies in to for row in copies}
         subscription_id = self.context.work.batch.subscription_id
 
@@ -319,12 +319,3 @@ class FindingRoutes:
         for (destination, quality), numbers in by_destination.items():
             part = rows.filter(pc.is_in(rows["route"], pa.array(numbers, pa.int32())))
             yield destination, quality, part.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
-
-
-def _lane(destination: str, row: Mapping[str, Any]) -> Lane:
-    return Lane(
-        destination=destination,
-        kind=Kind(row["kind"]),
-        subject=row["subject"],
-        broker=broker_of(row["broker"]),
-    )

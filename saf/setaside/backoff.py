@@ -315,7 +315,7 @@ def held(
     """
     params = {"subscription_id": subscription_id, "shards": list(shards), **given(lanes)}
     return {
-        Lane(destination=destination, kind=Kind(kind), subject=subject, broker=broker): error
+        Lane(destination=destination, kind=kind, subject=subject, broker=broker): error
         for destination, kind, subject, broker, error in fetch(connection, HELD, params)
     }
 
