@@ -118,8 +118,7 @@ class Releasing:
                 self.parked.hold(left, "others had their turn")
                 return
             tried.update(lanes_of(rows, destination)[0])
-            self.parked.isolate(destination, rows, partial(self._deliver, destination, left))
-            if not left:
+            if self.parked.isolate(destination, rows, partial(self._deliver, destination, left)):
                 break
         for lane in left & tried:
             self.context.lanes.emptied(lane)
@@ -163,12 +162,13 @@ class Releasing:
                 self.parked.postpone({main: _behind(main, replay, lane.error)})
         return {main}
 
-    def _deliver(self, destination: str, left: set[Lane], read: pa.Table) -> None:
+    def _deliver(self, destination: str, left: set[Lane], read: pa.Table) -> bool:
         """Deliver a chunk, and take settled messages out of their lanes; a name for each state.
 
         read -> ready -> fit -> parts, stored or set aside -> settled -> sent at most once
 
         Only messages of the lanes ``left`` are delivered; lanes that fail are removed from it.
+        Return whether none is left.
         """
         transforming, source = self.context.transforming, self.context.source
         ready, why = transforming.ready(read.filter(is_in(read, left)), source)
@@ -190,6 +190,7 @@ class Releasing:
             if why in transforming.problems.values():
                 self.parked.postpone(dict.fromkeys(left, ConfigurationError(why)))
             left.clear()
+        return not left
 
     def _store(self, destination: str, rows: pa.Table, set_aside: SetAside) -> list[Part]:
         """Store messages of one rank, part by part.

@@ -100,7 +100,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is sent again does not say for which service it has no route",
         "saf/engine/parked_lanes.py",
-        "obstacle(self._left.get(lane, lane))",
+        "obstacle(left.get(lane, lane))",
         "obstacle(lane)",
         "contract/test_lanes_in_order.py::"
         "test_what_is_retried_says_for_which_service_it_has_no_way",
@@ -108,8 +108,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the problem of a router is not told of what is sent again",
         "saf/engine/parked_lanes.py",
-        "        self._note_left(resolution.waiting)\n",
-        "",
+        "(resolution.waiting, routed.filter(pc.invert(routable)))",
+        "(None, routed.filter(pc.invert(routable)))",
         "contract/test_lanes_in_order.py::"
         "test_what_is_retried_says_for_which_service_it_has_no_way",
     ),
