@@ -176,7 +176,7 @@ class Releasing:
             set_aside = self.parked.aside(destination)
             fit = transforming.bury_at_fault(set_aside.bury_unread(ready), set_aside)
             transforming.keep(fit, source)
-            at_most_once = self._store(destination, fit, set_aside) if fit.num_rows else []
+            at_most_once = self._deliver_parts(destination, fit, set_aside) if fit.num_rows else []
             settled = ready
             for part in at_most_once:
                 settled = inputs_of(settled, part.rows, but=True)
@@ -192,7 +192,7 @@ class Releasing:
             left.clear()
         return not left
 
-    def _store(self, destination: str, rows: pa.Table, set_aside: SetAside) -> list[Part]:
+    def _deliver_parts(self, destination: str, rows: pa.Table, set_aside: SetAside) -> list[Part]:
         """Store messages of one rank, part by part.
 
         Return the parts that are to be sent at most once, after every step that could raise.
@@ -209,7 +209,7 @@ class Releasing:
             elif destination in set_aside.down:
                 set_aside.wait(part)
             elif part.rows.num_rows:
-                self.storing.store(part, set_aside)
+                self.storing.deliver(part, set_aside)
         if destination not in set_aside.down and not brake.engaged(destination):
             return [part for part in at_most_once if part.rows.num_rows]
         for part in at_most_once:
@@ -232,7 +232,7 @@ class Releasing:
         set_aside = self.parked.aside()
         isolate(
             part.rows,
-            lambda rows: self.storing.store(replace(part, rows=rows), set_aside),
+            lambda rows: self.storing.deliver(replace(part, rows=rows), set_aside),
             lambda message, error: set_aside.bury(message, part.destination, "rejected", error),
         )
         self.parked.settle(part.rows, set_aside)

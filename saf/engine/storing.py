@@ -154,7 +154,7 @@ class Storing:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def store(self, part: Part, set_aside: SetAside) -> None:
+    def deliver(self, part: Part, set_aside: SetAside) -> None:
         """Store a part; put messages that cannot be stored in ``set_aside``."""
         part = self._without_dialogs(self._bury_unsuited(part, set_aside), set_aside)
         for piece in work_off(

@@ -187,9 +187,9 @@ class Task:
         for part in [part for part in others if not self._waits(part, set_aside)]:
             # the storing of another part may have held its lane since
             if not self._waits(part, set_aside):
-                self.storing.store(part, set_aside)
+                self.storing.deliver(part, set_aside)
         for part in self._attempted(at_most_once, set_aside):
-            self.storing.store(part, set_aside)
+            self.storing.deliver(part, set_aside)
         self._stay_open(set_aside)
 
     def _attempted(self, parts: Sequence[Part], set_aside: SetAside) -> Sequence[Part]:
