@@ -30,10 +30,9 @@ import pyarrow.compute as pc
 from psycopg import sql
 
 from saf.engine.context import Context
-from saf.engine.parts import share
+from saf.engine.parts import inputs_of, share
 from saf.engine.set_aside import SetAside
 from saf.engine.source import chunks, read
-from saf.engine.transforming import inputs_of
 from saf.errors import SafError
 from saf.failpoints import fail_point
 from saf.log.columns import selected

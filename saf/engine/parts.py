@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
@@ -75,6 +75,34 @@ class Part:
             return [_MAIN] * len(self.rows)
         lanes = self.rows.select(LANE).to_pylist()
         return [{**lane, "broker": UUID(bytes=lane["broker"])} for lane in lanes]
+
+    def of(self, outputs: pa.Table) -> Part:
+        """Return the part of those messages that some outputs were made of."""
+        return replace(self, rows=inputs_of(self.rows, outputs))
+
+    def but(self, outputs: pa.Table) -> Part:
+        """Return the part of all messages but those that some outputs were made of."""
+        return replace(self, rows=inputs_of(self.rows, outputs, but=True))
+
+    def halves(self) -> list[Part]:
+        """Return both halves, in order."""
+        half = self.rows.num_rows // 2
+        return [replace(self, rows=self.rows.slice(*cut)) for cut in ((0, half), (half,))]
+
+
+def inputs_of(rows: pa.Table, outputs: pa.Table, *, but: bool = False) -> pa.Table:
+    """Return the messages that some outputs were made of, or all ``but`` these."""
+    number = _number(rows)
+    found = pc.is_in(rows[number], outputs[number].combine_chunks())
+    return rows.filter(pc.invert(found) if but else found)
+
+
+def several_of(outputs: pa.Table) -> pa.Table:
+    """Return the outputs of messages that have several."""
+    numbers = outputs[_number(outputs)]
+    counts = numbers.value_counts()
+    several = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+    return outputs.filter(pc.is_in(numbers, several))
 
 
 def split(
@@ -205,3 +233,7 @@ def _askers(rows: pa.Table) -> list[Asker]:
     brokers = [str(UUID(bytes=item)) if item else None for item in rows["to_broker"].to_pylist()]
     named = zip(rows["to_service"].to_pylist(), brokers, rows["key"].to_pylist(), strict=True)
     return [Asker(*item) for item in named]
+
+
+def _number(rows: pa.Table) -> str:
+    return "parked_id" if "parked_id" in rows.column_names else "id"

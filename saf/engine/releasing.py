@@ -28,10 +28,9 @@ from psycopg import sql
 from saf.engine.context import Context
 from saf.engine.destination_sessions import nowhere
 from saf.engine.parked_lanes import FindingRoutes, ParkedLanes
-from saf.engine.parts import Part
+from saf.engine.parts import Part, inputs_of
 from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.storing import Storing
-from saf.engine.transforming import inputs_of
 from saf.errors import ConfigurationError, SafError, Unavailable
 from saf.failpoints import fail_point
 from saf.log.columns import selected

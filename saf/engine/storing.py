@@ -36,9 +36,8 @@ import pyarrow.compute as pc
 from saf.destinations import Chunk, Refusal
 from saf.engine.context import Context
 from saf.engine.destination_sessions import obstacle
-from saf.engine.parts import Part, unroutable
+from saf.engine.parts import Part, several_of, unroutable
 from saf.engine.set_aside import SetAside
-from saf.engine.transforming import inputs_of, several_of
 from saf.errors import (
     Ahead,
     AnotherBroker,
@@ -200,14 +199,13 @@ class Storing:
         """Do what follows from a refusal; return the pieces to try in place of the refused one."""
         name, once, error = part.destination, part.quality == AT_MOST_ONCE, refusal.error
         if refusal.stored is not None:
-            stored = inputs_of(part.rows, refusal.stored)
-            set_aside.take(stored)
-            self._note(replace(part, rows=stored), stored.num_rows, seconds)
-            part = replace(part, rows=inputs_of(part.rows, refusal.stored, but=True))
+            stored = part.of(refusal.stored)
+            set_aside.take(stored.rows)
+            self._note(stored, stored.rows.num_rows, seconds)
+            part = part.but(refusal.stored)
         match next_step(refusal, part.rows.num_rows, once=once):
             case Step.SPLIT:
-                half = part.rows.num_rows // 2
-                return [replace(part, rows=part.rows.slice(*cut)) for cut in ((0, half), (half,))]
+                return part.halves()
             case Step.REJECT:
                 self._reject(part, set_aside, error)
             case Step.DIVERT:
@@ -252,13 +250,13 @@ class Storing:
         The others include messages that the destination has stored before: it drops them, and
         answers with the marks that the source has to acknowledge.
         """
-        refused = inputs_of(part.rows, refusal.rows)
+        refused = part.of(refusal.rows)
         if isinstance(refusal.error, UnknownService):
-            self._wait_for_services(replace(part, rows=refused), refusal.error, set_aside)
+            self._wait_for_services(refused, refusal.error, set_aside)
         else:
-            self._wait_for_route(refused, set_aside, refusal.error)
-        rest = inputs_of(part.rows, refused, but=True)
-        return [replace(part, rows=rest)] if rest.num_rows else []
+            self._wait_for_route(refused.rows, set_aside, refusal.error)
+        rest = part.but(refused.rows)
+        return [rest] if rest.rows.num_rows else []
 
     def _wait_for_services(self, part: Part, error: UnknownService, set_aside: SetAside) -> None:
         """Let messages wait in lanes of their services, which the destination does not know.
@@ -329,12 +327,12 @@ class Storing:
         """Return a part without the messages that a transform leaves out; count these."""
         if not self.context.transforming:
             return part
-        left = inputs_of(part.rows, chunk.rows, but=True)
+        left = part.but(chunk.rows).rows
         if not left.num_rows:
             return part
         new = set_aside.leave_out(left, part.destination)
         self.context.receipts.of(part.destination).left_out += new
-        return replace(part, rows=inputs_of(part.rows, chunk.rows))
+        return part.of(chunk.rows)
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:
         """Note that a part was given to its destination, where ``messages`` were new."""
@@ -376,7 +374,7 @@ class Storing:
                 return part
             expired = answer
         set_aside.bury(expired, part.destination, "expired", EXPIRED)
-        return replace(part, rows=inputs_of(part.rows, expired, but=True))
+        return part.but(expired)
 
     def _bury_unsuited(self, part: Part, set_aside: SetAside) -> Part:
         """Return a part without messages that its destination never takes; bury these.
@@ -394,11 +392,11 @@ class Storing:
         if transforming and not able.takes_parts:
             bad["it takes no message that a transform has split"] = several_of(sent)
         for why, outputs in bad.items():
-            rows = inputs_of(part.rows, outputs)
+            rows = part.of(outputs).rows
             if rows.num_rows:
                 error = Rejected(f"destination {name!r}", why)
                 set_aside.bury(rows, name, "rejected", str(error))
-                part = replace(part, rows=inputs_of(part.rows, rows, but=True))
+                part = part.but(rows)
         return part
 
     def _without_dialogs(self, part: Part, set_aside: SetAside) -> Part:

@@ -351,21 +351,6 @@ def log_ids(rows: pa.Table) -> pa.ChunkedArray:
     return rows["log_id" if "log_id" in rows.column_names else "id"]
 
 
-def inputs_of(rows: pa.Table, some: pa.Table, *, but: bool = False) -> pa.Table:
-    """Return the messages that some outputs were made of, or all ``but`` these."""
-    name = _number(rows)
-    found = pc.is_in(rows[name], some[name].combine_chunks())
-    return rows.filter(pc.invert(found) if but else found)
-
-
-def several_of(outputs: pa.Table) -> pa.Table:
-    """Return the outputs of messages that have several."""
-    numbers = outputs[_number(outputs)]
-    counts = numbers.value_counts()
-    several = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
-    return outputs.filter(pc.is_in(numbers, several))
-
-
 def _named(rows: pa.Table) -> dict[str, list[int]]:
     return {"shards": rows["shard"].to_pylist(), "ids": log_ids(rows).to_pylist()}
 
@@ -396,10 +381,6 @@ def _in_order(results: pa.Table) -> pa.Table:
 def _is_in(values: pa.ChunkedArray, wanted: Collection[Any]) -> Mask:
     found = pc.is_in(values, pa.array(wanted, values.type))
     return found.to_numpy()  # type: ignore[no-any-return]
-
-
-def _number(rows: pa.Table) -> str:
-    return "parked_id" if "parked_id" in rows.column_names else "id"
 
 
 def as_written(headers: pa.ChunkedArray) -> pa.ChunkedArray:
