@@ -260,7 +260,7 @@ class FindingRoutes:
     def _transformed(self, rows: pa.Table) -> tuple[pa.Table, bool]:
         """Return messages before the first that has to wait for its router's transform.
 
-        The second value says whether there is one. Results of messages that were sent to a router
+        Also return whether there is one. Results of messages that were sent to a router
         are kept before the messages are redirected.
         """
         if not self.context.transforming.routers:

@@ -301,11 +301,11 @@ class Storing:
         )
         set_aside.fail(part.lanes, error, moving=refusal.stored is not None)
         set_aside.down.add(name)
-        set_aside.wait(part)
         if part.main or isinstance(error, Braked):
             self._hold(part, set_aside, refusal)
         elif isinstance(error, TO_REPAIR):
             self.context.to_repair = error
+        set_aside.wait(part)
 
     def _hold(self, part: Part, set_aside: SetAside, refusal: Refusal) -> None:
         """Let unsent messages wait for their destination, which must not be tried immediately."""

@@ -3,7 +3,7 @@
 A *lane* is the messages that wait for the same thing. Lanes are separate; each keeps its order. The
 columns destination, kind, subject and broker of saf.parked and saf.backoff identify a row's lane.
 
-The kind of a forwarder's lane says where its messages come from, and what they wait for:
+The kind of a forwarder's lane shows the origin of its messages, and the thing they wait for:
 
                         a route to       the destination   the destination,     the destination
                         a destination    to answer         with a route found   to know the service
