@@ -31,7 +31,7 @@ from saf.destinations.identities import Identities
 from saf.engine import kept_results
 from saf.engine.work import Receipt, Work
 from saf.errors import ConfigurationError, Fenced
-from saf.forwarding.vigil import Vigil
+from saf.forwarding.runner import Vigil
 from saf.log import cursor
 from saf.log.shards import NEWEST, Member
 from saf.operating.repair.new_id import Place

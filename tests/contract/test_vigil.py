@@ -12,7 +12,7 @@ from saf.database import Dsn
 from saf.engine.pulse import BEGIN
 from saf.engine.work import Work
 from saf.forwarding.broker import SourceBroker
-from saf.forwarding.vigil import Vigil
+from saf.forwarding.runner import Vigil
 from saf.routing.routes import add_route
 from tests.driver import InProcess, forwarder
 from tests.kept import _nothing_stays

@@ -209,7 +209,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a driver that has slept gives up tasks that have slept too",
-        "saf/forwarding/vigil.py",
+        "saf/forwarding/runner.py",
         "            self._awake_since = self._heard_at = now\n",
         "",
         f"{VIGIL}::test_what_the_driver_has_slept_through_counts_for_nothing_and_then_a_silence_counts",
