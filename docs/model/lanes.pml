@@ -229,7 +229,7 @@ new:
         aside = rows & behind;
         rows = rows & ~behind
     }
-main:                                                       /* Storing.store */
+main:                                                       /* Storing.deliver */
     if
     :: rows == 0 -> goto settle
     :: rows && aside -> WRITE_AHEAD

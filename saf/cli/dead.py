@@ -19,8 +19,7 @@ from saf.operating.wording import at, counted
 from saf.setaside import audit, dead
 from saf.setaside.audit import Audited
 from saf.setaside.dead import REASONS
-from saf.setaside.selection import DeadLetter, DeadLetters
-from saf.setaside.staying import WHY
+from saf.setaside.selection import WHY, DeadLetter, DeadLetters
 
 app = typer.Typer(no_args_is_help=True, help="Messages that need an operator's decision.")
 

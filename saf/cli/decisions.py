@@ -28,9 +28,7 @@ from saf.config import did_you_mean, load
 from saf.errors import ConfigurationError, UsageError
 from saf.operating.decide import Decision, in_chunks
 from saf.operating.wording import counted
-from saf.setaside import staying
-from saf.setaside.selection import Selection
-from saf.setaside.staying import Counted
+from saf.setaside.selection import Counted, Selection, staying_in_words
 
 MOST = 1_000_000_000
 """Exceeds any number of messages: a command may take the time to count all."""
@@ -133,7 +131,7 @@ class Decided:
 
     @property
     def stays(self) -> dict[str, int]:
-        """Numbers of messages that stay, by reason; see `saf.setaside.staying.WHY`."""
+        """Numbers of messages that stay, by reason; see `saf.setaside.selection.WHY`."""
         stays = dict(self.left.stays)
         if self.left.messages:
             # a decision skips messages that others have locked
@@ -170,5 +168,5 @@ def _decide(
 
 def say_staying(stays: Mapping[str, int]) -> None:
     """Print how many messages stay as they are, and why."""
-    for why, number in staying.in_words([stays]).items():
+    for why, number in staying_in_words([stays]).items():
         echo(f"  {number:,} {'stays' if number == 1 else 'stay'}: {why}")

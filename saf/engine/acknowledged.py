@@ -16,7 +16,7 @@ import psycopg
 from saf.database import array, fetch
 from saf.destinations.marks import AGAIN, ONCE, Mark, Place, place_name
 from saf.log.shards import LAST
-from saf.setaside.lane import BROKER, Kind, Lane, given
+from saf.setaside.lane import BROKER, Lane, given
 
 # The newest version of each place; see saf.log.shards.newest
 ACKNOWLEDGED = f"""
@@ -144,7 +144,7 @@ def not_parked(
     params: dict[str, Any] = {"subscription_id": subscription_id, "name": name}
     lanes: dict[str, Lane] = {}
     for kind, subject, broker in fetch(connection, LANES, params):
-        lane = Lane(kind=Kind(kind), subject=subject, broker=broker)
+        lane = Lane(kind=kind, subject=subject, broker=broker)
         lanes |= {quality + place_name(lane): lane for quality in ("", AGAIN, ONCE)}
     waiting = [(n, *entry) for n, entry in enumerate(marks.items()) if entry[0][0] in lanes]
     params |= given(lanes[lane] for _, (lane, _), _ in waiting) | {

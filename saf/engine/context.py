@@ -90,7 +90,7 @@ class Context:
             self._asked = monotonic()
         return self.stopping
 
-    def look(self, *messages: pa.Table) -> None:
+    def find_held(self, *messages: pa.Table) -> None:
         """Find the lanes of some messages' services; afterwards no other service's lane is held."""
         if self.lanes.of_services:
             older = {lane for rows in messages for lane in _older(rows)}
@@ -143,7 +143,7 @@ class HeldLanes:
         if lane.kind == Kind.REPLAY:
             self.held[Lane(destination=lane.destination)] = why
 
-    def open(self, lane: Lane) -> None:
+    def emptied(self, lane: Lane) -> None:
         """Note that the lane has nothing of these shards, unless the batch has put it there."""
         if lane in self.ahead:
             return
@@ -172,24 +172,24 @@ class Brake:
     _reasons: dict[str, str] = field(default_factory=dict)
     """The last reason of each destination that has rejected a message."""
     _written: dict[str, int] = field(init=False)
-    _row: dict[str, int] = field(init=False)
+    _in_a_row: dict[str, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._row = dict(self.work.rejecting)
+        self._in_a_row = dict(self.work.rejecting)
         self._written = dict(self.work.rejecting)
 
     def stored(self, destination: str) -> None:
         """Note that a destination has stored a message."""
-        self._row.pop(destination, None)
+        self._in_a_row.pop(destination, None)
 
     def rejected(self, destination: str, error: Rejected) -> None:
         """Note that a destination has rejected a message."""
-        self._row[destination] = self._row.get(destination, 0) + 1
+        self._in_a_row[destination] = self._in_a_row.get(destination, 0) + 1
         self._reasons[destination] = error.reason
 
     def engaged(self, destination: str) -> Braked | None:
         """Return the error that stops sending to a destination; None if it is not braked."""
-        messages = self._row.get(destination, 0)
+        messages = self._in_a_row.get(destination, 0)
         if messages < self.most or destination not in self._reasons:
             return None
         return Braked(destination, messages, self._reasons[destination])
@@ -199,7 +199,11 @@ class Brake:
 
         The count starts again when an operator has lifted the brake.
         """
-        return {name: row for name, row in self._row.items() if self.engaged(name) is None}
+        return {
+            name: messages
+            for name, messages in self._in_a_row.items()
+            if self.engaged(name) is None
+        }
 
     def write(self, source: psycopg.Connection[Any]) -> None:
         """Write the changed counts, in the transaction that sets the messages aside."""

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 from uuid import UUID
 
 import psycopg
+import pyarrow as pa
 
 from saf.database.patience import while_unavailable
 from saf.destinations import Chunk, Destination, Refusal, Stored
 from saf.destinations.marks import AGAIN, ONCE, Mark, Place
-from saf.destinations.places import touched
+from saf.destinations.places import beyond, touched
 from saf.engine.acknowledged import acknowledge, acknowledged, not_parked
 from saf.engine.parts import Part
 from saf.engine.source_session import SourceSession
@@ -89,7 +90,6 @@ class DestinationSessions:
         return _answered(attempts, lambda: self._store(part, chunk))
 
     def _store(self, part: Part, chunk: Chunk) -> Stored | Refusal:
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
         name, exactly_once = part.destination, part.quality == EXACTLY_ONCE
         with forwarding(name, chunk.rows):
             known, stored = self._in_step(
@@ -106,12 +106,18 @@ class DestinationSessions:
             self._known[name] |= new
         return stored
 
-    def marks(self, part: Part, chunk: Chunk) -> Mapping[Place, Mark] | Refusal:
-        """Ask the destination of a part for its marks of a chunk's lanes; or why it refuses."""
-        return _answered(
+    def not_stored(self, part: Part, rows: pa.Table) -> pa.Table | Refusal:
+        """Return those rows of a part that its destination has not stored, or why it refuses."""
+        batch = self.work.batch
+        chunk = Chunk(source=self.work.source, batch=batch, rows=rows)
+        marks = _answered(
             self.rules.attempts,
             lambda: self._in_step(part, chunk, lambda destination, own: destination.marks(own))[1],
         )
+        if isinstance(marks, Refusal):
+            return marks
+        stored = {place: mark.number for place, mark in marks.items()}
+        return beyond(rows, batch.number, stored, prefix(part))
 
     def acknowledge(self, source: psycopg.Connection[Any]) -> None:
         """Write what destinations have stored, in the transaction that moves the position past
@@ -156,7 +162,6 @@ class DestinationSessions:
         self, part: Part, chunk: Chunk, ask: Callable[[Destination, Chunk], T]
     ) -> tuple[Mapping[Place, Mark], T]:
         """Ask a part's destination, with its known marks; return these marks and the answer."""
-        assert part.destination is not None  # noqa: S101 - the caller's to see to
         name = part.destination
         if error := obstacle(self.rules, name, part.quality):
             raise error

@@ -30,10 +30,9 @@ import pyarrow.compute as pc
 from psycopg import sql
 
 from saf.engine.context import Context
-from saf.engine.parts import share
+from saf.engine.parts import inputs_of, share
 from saf.engine.set_aside import SetAside
 from saf.engine.source import chunks, read
-from saf.engine.transforming import inputs_of
 from saf.errors import SafError
 from saf.failpoints import fail_point
 from saf.log.columns import selected
@@ -44,11 +43,11 @@ from saf.setaside.lane import Kind, Lane
 from saf.setaside.lane_columns import (
     KIND,
     LANE,
-    broker_of,
     either,
     found_lanes,
     given_of,
     in_lanes,
+    lane_of,
     lanes_of,
     route_lanes,
 )
@@ -91,10 +90,11 @@ class ParkedLanes:
             query = parking.in_lanes(work.batch, destination, lanes, columns, found=found)
             yield from chunks(read(work, query), rules.chunk_rows, rules.chunk_bytes)
 
-    def isolate(self, destination: str, rows: pa.Table, step: Callable[[pa.Table], None]) -> None:
+    def isolate(self, destination: str, rows: pa.Table, step: Callable[[pa.Table], bool]) -> bool:
         """Run a step for messages of lanes; a message that fails alone becomes a dead letter.
 
-        The lanes are in hand. If they were not for a while, messages that are gone are left out.
+        A step returns whether to stop, and so does this. The lanes are in hand. If they were not
+        for a while, messages that are gone are left out.
         """
         numbers, lanes = rows["parked_id"], rows.select(LANE)
         gone: set[int] = set()
@@ -107,22 +107,22 @@ class ParkedLanes:
             )
             gone.update(number for number in ids if number not in here)
 
-        def bury(message: pa.Table, error: str) -> None:
+        def bury(message: pa.Table, error: str) -> bool:
             if message["parked_id"][0].as_py() not in gone:
                 set_aside = self.aside(destination)
                 set_aside.bury_as_stored(message, error)
                 self.settle(message, set_aside)
+            return False
 
-        def make(part: pa.Table) -> None:
+        def step_if_here(part: pa.Table) -> bool:
             if gone:
                 out = pc.is_in(part["parked_id"], pa.array(list(gone), pa.int64()))
                 part = part.filter(pc.invert(out))
-            if part.num_rows:
-                step(part)
+            return step(part) if part.num_rows else False
 
-        if self.context.source.let_slip():
+        if self.context.source.has_let_slip():
             undo()
-        isolate(rows, make, bury, undo)
+        return isolate(rows, step_if_here, bury, undo)
 
     def aside(self, destination: str = "") -> SetAside:
         """Return an empty `SetAside` for messages of a chunk of lanes."""
@@ -170,20 +170,15 @@ class FindingRoutes:
     def __init__(self, context: Context, parked: ParkedLanes) -> None:
         self.context = context
         self.parked = parked
-        self._untransformed = False
-        """Whether some messages have no result of their router's transform yet."""
-        self._left: dict[Lane, Lane] = {}
-        """For each lane of messages sent again, the lane that the first one left would wait in."""
 
     def find(self, lanes: Sequence[Lane]) -> set[Lane]:
         """Move messages that waited for a route to where routes lead now; return their new
         lanes."""
         if not lanes:
             return set()
-        found: set[Lane] = set()
-        routable = self._led(lanes)
-        in_time, self._untransformed = True, False
-        self._left.clear()
+        routable, in_time = self._routable(lanes), True
+        found, left = set[Lane](), dict[Lane, Lane]()
+        step = partial(self._find_routes, found, left)
         needed = (
             [*selected(self.context.rules.max_bytes)]
             if self.context.resolver
@@ -197,16 +192,15 @@ class FindingRoutes:
         ]
         with self.context.source.in_hand(""):
             for rows in self.parked.read("", routable, columns, found=False):
-                self.parked.isolate("", rows, partial(self._find_routes, found))
-                if self.parked.over or self._untransformed:
+                if self.parked.isolate("", rows, step) or self.parked.over:
                     in_time = False
                     break
-        self._stay(lanes if in_time else [lane for lane in lanes if lane not in routable])
+        self._stay(lanes if in_time else [lane for lane in lanes if lane not in routable], left)
         if not in_time:
             self.parked.succeed(routable)
         return found
 
-    def _led(self, lanes: Sequence[Lane]) -> set[Lane]:
+    def _routable(self, lanes: Sequence[Lane]) -> set[Lane]:
         """Return the lanes in which some message may have a way out.
 
         A lane names its service, so lanes without a way out need not be read.
@@ -229,23 +223,26 @@ class FindingRoutes:
         others = {lane for lane in lanes if not lane.unrouted}
         return others.union(unrouted[n] for n in rows.filter(mask)["number"].to_pylist())
 
-    def _stay(self, lanes: Sequence[Lane]) -> None:
-        """Note that the messages left in these lanes have no way out."""
+    def _stay(self, lanes: Sequence[Lane], left: Mapping[Lane, Lane]) -> None:
+        """Note that the messages left in these lanes have no way out; ``left`` tells why."""
         here = self.context.source(lambda s: parking.occupied(s, self.context.work.batch, lanes))
         obstacle = self.context.resolver.obstacle
-        self.parked.postpone({lane: obstacle(self._left.get(lane, lane)) for lane in here})
+        self.parked.postpone({lane: obstacle(left.get(lane, lane)) for lane in here})
         self.context.lanes.untried.update(lane for lane in lanes if lane not in here)
 
-    def _find_routes(self, found: set[Lane], rows: pa.Table) -> None:
-        """Move messages to where routes lead now, and add to ``found`` the lanes they moved to."""
-        if self._untransformed:
-            return
+    def _find_routes(self, found: set[Lane], left: dict[Lane, Lane], rows: pa.Table) -> bool:
+        """Move messages to where routes lead now; return whether the rest has to wait.
+
+        ``found`` gets the lanes that they moved to. ``left`` gets, for each lane of messages that
+        are sent again, the lane in which the first one left would wait for a route.
+        """
         if "body" in rows.column_names and rows["body"].null_count:
             set_aside = self.parked.aside()
             readable = set_aside.bury_unread(rows)
             self.parked.settle(rows.filter(pc.is_null(rows["body"])), set_aside)
             rows = readable
-        resolution = self.context.resolver.resolve(self._transformed(rows))
+        rows, untransformed = self._transformed(rows)
+        resolution = self.context.resolver.resolve(rows)
         for unresolved, error in resolution.dead:
             # a message that its router cannot resolve leaves its lane
             set_aside = self.parked.aside()
@@ -253,30 +250,23 @@ class FindingRoutes:
             self.parked.settle(unresolved, set_aside)
         routed = self.context.matcher.route(resolution.rows)
         routable = routed["route"].is_valid()
-        self._note_left(resolution.waiting)
-        self._note_left(routed.filter(pc.invert(routable)))
+        for waiting in (resolution.waiting, routed.filter(pc.invert(routable))):
+            for lane, first in _first_left(waiting):
+                left.setdefault(lane, first)
         routed = routed.filter(routable)
         found |= self._move(share(routed, self.context.matcher.matches, self.context.source.choose))
+        return untransformed
 
-    def _note_left(self, rows: pa.Table | None) -> None:
-        """Note the service that a message waits for, if the message's lane does not name it."""
-        if rows is None:
-            return
-        for kind in (Kind.RETRY, Kind.REPLAY):
-            first = rows.filter(pc.equal(rows[KIND], str(kind))).slice(0, 1)
-            for lane in lanes_of(route_lanes(first))[0]:
-                self._left.setdefault(Lane(kind=kind), lane)
+    def _transformed(self, rows: pa.Table) -> tuple[pa.Table, bool]:
+        """Return messages before the first that has to wait for its router's transform.
 
-    def _transformed(self, rows: pa.Table) -> pa.Table:
-        """Return messages before the first that has to wait for the transform of its router.
-
-        Results of messages that were sent to a router are kept before the messages are redirected.
+        Also return whether there is one. Results of messages that were sent to a router
+        are kept before the messages are redirected.
         """
         if not self.context.transforming.routers:
-            return rows
+            return rows, False
         source_session, set_aside = self.context.source, self.parked.aside()
-        rows, why = self.context.transforming.ready(rows, source_session, led_on=False)
-        self._untransformed = why is not None
+        rows, why = self.context.transforming.ready(rows, source_session, routed=False)
         routers = pa.array(self.context.transforming.routers, pa.string())
         inputs = rows.filter(pc.is_in(rows["to_service"], routers))
         fit = self.context.transforming.bury_at_fault(inputs, set_aside)
@@ -285,11 +275,11 @@ class FindingRoutes:
             self.parked.settle(bad, set_aside)
             rows = inputs_of(rows, bad, but=True)
         self.context.transforming.keep(fit, source_session)
-        return rows
+        return rows, why is not None
 
     def _move(self, rows: pa.Table) -> set[Lane]:
         to = list(self._copies(rows))
-        lanes = {_lane(name, row) for name, _, copies in to for row in copies}
+        lanes = {lane_of(row, name) for name, _, copies in to for row in copies}
         gone = {row["parked_id"] for _, _, copies in to for row in copies}
         subscription_id = self.context.work.batch.subscription_id
 
@@ -321,10 +311,14 @@ class FindingRoutes:
             yield destination, quality, part.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
 
 
-def _lane(destination: str, row: Mapping[str, Any]) -> Lane:
-    return Lane(
-        destination=destination,
-        kind=Kind(row["kind"]),
-        subject=row["subject"],
-        broker=broker_of(row["broker"]),
-    )
+def _first_left(rows: pa.Table | None) -> Iterator[tuple[Lane, Lane]]:
+    """Yield lanes of messages sent again, each with the lane that its first message would wait in.
+
+    That lane names the service, which a lane of messages sent again does not.
+    """
+    if rows is None:
+        return
+    for kind in (Kind.RETRY, Kind.REPLAY):
+        first = rows.filter(pc.equal(rows[KIND], str(kind))).slice(0, 1)
+        for lane in lanes_of(route_lanes(first))[0]:
+            yield Lane(kind=kind), lane

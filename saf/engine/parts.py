@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
@@ -48,14 +48,13 @@ _MAIN = {"kind": Kind.MAIN, "subject": "", "broker": NO_BROKER}
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Messages that go the same way: to a destination, or None where no route leads to one."""
+    """Messages that go the same way."""
 
-    destination: str | None
+    destination: str
+    """Where they go, and where their lanes are; empty where no route leads to a destination."""
     quality: str | None
     rows: pa.Table
     """The messages; with the columns `LANE`, unless all are in the destination's own lane."""
-    waits_at: str
-    """The destination that these lanes belong to; empty if none."""
 
     @property
     def main(self) -> bool:
@@ -66,8 +65,8 @@ class Part:
     def lanes(self) -> list[Lane]:
         """The lanes that the messages belong to."""
         if self.main:
-            return [Lane(destination=self.waits_at)]
-        return lanes_of(self.rows, self.waits_at)[0]
+            return [Lane(destination=self.destination)]
+        return lanes_of(self.rows, self.destination)[0]
 
     @property
     def by_row(self) -> list[dict[str, Any]]:
@@ -76,6 +75,34 @@ class Part:
             return [_MAIN] * len(self.rows)
         lanes = self.rows.select(LANE).to_pylist()
         return [{**lane, "broker": UUID(bytes=lane["broker"])} for lane in lanes]
+
+    def of(self, outputs: pa.Table) -> Part:
+        """Return the part of those messages that some outputs were made of."""
+        return replace(self, rows=inputs_of(self.rows, outputs))
+
+    def but(self, outputs: pa.Table) -> Part:
+        """Return the part of all messages but those that some outputs were made of."""
+        return replace(self, rows=inputs_of(self.rows, outputs, but=True))
+
+    def halves(self) -> list[Part]:
+        """Return both halves, in order."""
+        half = self.rows.num_rows // 2
+        return [replace(self, rows=self.rows.slice(*cut)) for cut in ((0, half), (half,))]
+
+
+def inputs_of(rows: pa.Table, outputs: pa.Table, *, but: bool = False) -> pa.Table:
+    """Return the messages that some outputs were made of, or all ``but`` these."""
+    number = _number(rows)
+    found = pc.is_in(rows[number], outputs[number].combine_chunks())
+    return rows.filter(pc.invert(found) if but else found)
+
+
+def several_of(outputs: pa.Table) -> pa.Table:
+    """Return the outputs of messages that have several."""
+    numbers = outputs[_number(outputs)]
+    counts = numbers.value_counts()
+    several = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+    return outputs.filter(pc.is_in(numbers, several))
 
 
 def split(
@@ -93,31 +120,30 @@ def split(
     route wait for one too. ``waiting`` messages cannot go anywhere now.
     """
     rows = _behind(rows, {lane for lane in held if lane.unrouted})
-    numbers: dict[tuple[str, str | None] | None, list[int | None]] = defaultdict(list)
+    numbers: dict[tuple[str, str | None], list[int | None]] = defaultdict(list)
     routes = pc.unique(rows["route"]).to_pylist()
     for number in routes:
         match = None if number is None else matches[number]
         if match is None or not (match.to_all or match.routes[0].destination in qualities):
-            numbers[None].append(number)
+            numbers["", None].append(number)
             continue
         for route in match.routes:
             default = qualities.get(route.destination)
             numbers[route.destination, default and (route.quality or default)].append(number)
     parts: list[Part] = []
-    for target, own in numbers.items():
+    for (destination, quality), own in numbers.items():
         chosen = rows
         if len(own) < len(routes):
             chosen = rows.filter(pc.is_in(rows["route"], pa.array(own, pa.int32())))
         chosen = chosen.drop_columns(["route"])
-        destination, quality = target or (None, None)
         parts += _parts(chosen, destination, quality, held)
-    return parts if waiting is None else [*parts, *_parts(waiting, None, None, held)]
+    return parts if waiting is None else [*parts, *_parts(waiting, "", None, held)]
 
 
 def unroutable(rows: pa.Table) -> Part:
     """Return the part of messages that wait for a route, in a lane per service and broker."""
     rows = in_lanes(rows, route_lanes(rows))
-    return Part(destination=None, quality=None, rows=rows, waits_at="")
+    return Part(destination="", quality=None, rows=rows)
 
 
 def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
@@ -133,10 +159,10 @@ def _behind(rows: pa.Table, unrouted: Collection[Lane]) -> pa.Table:
 
 
 def _parts(
-    rows: pa.Table, destination: str | None, quality: str | None, held: Mapping[Lane, str]
+    rows: pa.Table, destination: str, quality: str | None, held: Mapping[Lane, str]
 ) -> Iterator[Part]:
     """Yield a part, and another for messages behind waiting ones of their service."""
-    if destination is None:
+    if not destination:
         yield unroutable(rows)
         return
     lanes = [lane for lane in held if lane.destination == destination and lane.of_service]
@@ -146,10 +172,10 @@ def _parts(
         waits = pc.or_(in_found, is_in(unknown, lanes))
         behind = in_lanes(rows, either(in_found, found, unknown)).filter(waits)
         if behind.num_rows:
-            yield Part(destination=destination, quality=quality, rows=behind, waits_at=destination)
+            yield Part(destination=destination, quality=quality, rows=behind)
             rows = rows.filter(pc.invert(waits))
     if rows.num_rows:
-        yield Part(destination=destination, quality=quality, rows=rows, waits_at=destination)
+        yield Part(destination=destination, quality=quality, rows=rows)
 
 
 def share(rows: pa.Table, matches: Sequence[Match], choose: Choose) -> pa.Table:
@@ -207,3 +233,7 @@ def _askers(rows: pa.Table) -> list[Asker]:
     brokers = [str(UUID(bytes=item)) if item else None for item in rows["to_broker"].to_pylist()]
     named = zip(rows["to_service"].to_pylist(), brokers, rows["key"].to_pylist(), strict=True)
     return [Asker(*item) for item in named]
+
+
+def _number(rows: pa.Table) -> str:
+    return "parked_id" if "parked_id" in rows.column_names else "id"

@@ -28,7 +28,7 @@ from psycopg import sql
 from saf.engine.context import Context
 from saf.engine.destination_sessions import nowhere
 from saf.engine.parked_lanes import FindingRoutes, ParkedLanes
-from saf.engine.parts import Part
+from saf.engine.parts import Part, inputs_of
 from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.storing import Storing
 from saf.errors import ConfigurationError, SafError, Unavailable
@@ -39,12 +39,7 @@ from saf.routing.matching import AT_MOST_ONCE
 from saf.setaside import backoff, dropped, parking
 from saf.setaside.isolation import isolate
 from saf.setaside.lane import Kind, Lane, given, service_lane
-from saf.setaside.lane_columns import (
-    KIND,
-    LANE,
-    is_in,
-    lanes_of,
-)
+from saf.setaside.lane_columns import KIND, LANE, is_in, lanes_of
 from saf.setaside.parking import Backoff
 
 SENT_AGAIN = (Kind.REPLAY, Kind.FOUND_REPLAY)
@@ -122,11 +117,10 @@ class Releasing:
                 self.parked.hold(left, "others had their turn")
                 return
             tried.update(lanes_of(rows, destination)[0])
-            self.parked.isolate(destination, rows, partial(self._deliver, destination, left))
-            if not left:
+            if self.parked.isolate(destination, rows, partial(self._deliver, destination, left)):
                 break
         for lane in left & tried:
-            self.context.lanes.open(lane)
+            self.context.lanes.emptied(lane)
         self.parked.succeed(left & tried)
         self.context.lanes.untried |= left - tried
 
@@ -167,81 +161,69 @@ class Releasing:
                 self.parked.postpone({main: _behind(main, replay, lane.error)})
         return {main}
 
-    def _deliver(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
-        """Deliver a chunk, and take delivered messages out of their lane.
+    def _deliver(self, destination: str, left: set[Lane], read: pa.Table) -> bool:
+        """Deliver a chunk, and take settled messages out of their lanes; a name for each state.
+
+        read -> ready -> fit -> parts, stored or set aside -> settled -> sent at most once
 
         Only messages of the lanes ``left`` are delivered; lanes that fail are removed from it.
+        Return whether none is left.
         """
         transforming, source = self.context.transforming, self.context.source
-        rows, why = transforming.ready(rows.filter(is_in(rows, left)), source)
-        if rows.num_rows:
-            self._deliver_ready(destination, left, rows)
+        ready, why = transforming.ready(read.filter(is_in(read, left)), source)
+        if ready.num_rows:
+            set_aside = self.parked.aside(destination)
+            fit = transforming.bury_at_fault(set_aside.bury_unread(ready), set_aside)
+            transforming.keep(fit, source)
+            at_most_once = self._deliver_parts(destination, fit, set_aside) if fit.num_rows else []
+            settled = ready
+            for part in at_most_once:
+                settled = inputs_of(settled, part.rows, but=True)
+            if settled.num_rows or set_aside:
+                self.parked.settle(settled, set_aside)
+            self._hold_failed(left, set_aside)
+            for part in at_most_once:
+                self._deliver_once(part)
         if why is not None and left:
             self.parked.hold(left, why)
             if why in transforming.problems.values():
                 self.parked.postpone(dict.fromkeys(left, ConfigurationError(why)))
             left.clear()
+        return not left
 
-    def _deliver_ready(self, destination: str, left: set[Lane], rows: pa.Table) -> None:
-        set_aside = self.parked.aside(destination)
-        at_most_once: list[Part] = []
-        for part in self._fit(destination, rows, set_aside):
+    def _deliver_parts(self, destination: str, rows: pa.Table, set_aside: SetAside) -> list[Part]:
+        """Store messages of one rank, part by part.
+
+        Return the parts that are to be sent at most once, after every step that could raise.
+        """
+        kind, brake = rows[KIND][0].as_py(), self.context.brake
+        if kind == Kind.DOUBT:
+            set_aside.bury(rows, destination, *MAY_HAVE_LEFT)
+            return []
+        at_most_once = []
+        for waiting in self._parts(destination, rows):
+            part = waiting if kind in SENT_AGAIN else self.storing.unexpired(waiting, set_aside)
             if part.quality == AT_MOST_ONCE:
                 at_most_once.append(part)
             elif destination in set_aside.down:
                 set_aside.wait(part)
-            else:
-                self.storing.store(part, set_aside)
-        if destination in set_aside.down or self.context.brake.engaged(destination):
-            for part in at_most_once:
-                set_aside.wait(part)
-            at_most_once = []
-        sent_once = [
-            number for part in at_most_once for number in part.rows["parked_id"].to_pylist()
-        ]
-        later = pc.is_in(rows["parked_id"], pa.array(sent_once, pa.int64()))
-        others = rows.filter(pc.invert(later))
-        if others.num_rows or set_aside:
-            self.parked.settle(others, set_aside)
-        for lane, error in set_aside.failed.items():
-            self.parked.hold([lane], str(error))
-        left.difference_update(set_aside.failed)
-        if set_aside.down:
-            self.parked.postpone(dict.fromkeys(left, next(iter(set_aside.failed.values()))))
-            left.clear()
+            elif part.rows.num_rows:
+                self.storing.deliver(part, set_aside)
+        if destination not in set_aside.down and not brake.engaged(destination):
+            return [part for part in at_most_once if part.rows.num_rows]
         for part in at_most_once:
-            self._deliver_once(part)
+            set_aside.wait(part)
+        return []
 
-    def _fit(self, destination: str, rows: pa.Table, set_aside: SetAside) -> Iterator[Part]:
-        """Yield deliverable parts by quality; bury messages too large, in doubt or expired."""
-        kind = rows[KIND][0].as_py()
-        rows = set_aside.bury_unread(rows)
-        rows = self.context.transforming.bury_at_fault(rows, set_aside)
-        self.context.transforming.keep(rows, self.context.source)
-        if kind == Kind.DOUBT:
-            set_aside.bury(rows, destination, *MAY_HAVE_LEFT)
-            return
-        for part in self._qualities(destination, rows):
-            fresh = part if kind in SENT_AGAIN else self._unexpired(part, set_aside)
-            if fresh.rows.num_rows:
-                yield fresh
-
-    def _unexpired(self, part: Part, set_aside: SetAside) -> Part:
-        """Return a part without expired messages; bury those that the destination does not have.
-
-        A destination that cannot tell is down, and the whole part waits.
-        """
-        expired_ones = set_aside.expired(part.rows)
-        if expired_ones is None:
-            return part
-        never = part.rows.filter(expired_ones)
-        if part.quality != AT_MOST_ONCE:  # a message sent at most once has left its lane
-            never = self.storing.not_stored(part, never, set_aside)
-            if never is None:
-                return part
-        set_aside.bury(never, part.waits_at, "expired", dropped.EXPIRED)
-        gone = pc.is_in(part.rows["parked_id"], never["parked_id"].combine_chunks())
-        return replace(part, rows=part.rows.filter(pc.invert(gone)))
+    def _hold_failed(self, left: set[Lane], set_aside: SetAside) -> None:
+        """Park new messages behind lanes that have failed, and remove these from ``left``."""
+        failed = set_aside.failed
+        for lane, error in failed.items():
+            self.parked.hold([lane], str(error))
+        left.difference_update(failed)
+        if set_aside.down:
+            self.parked.postpone(dict.fromkeys(left, next(iter(failed.values()))))
+            left.clear()
 
     def _deliver_once(self, part: Part) -> None:
         """Deliver a part at most once, after every step that could raise."""
@@ -249,19 +231,19 @@ class Releasing:
         set_aside = self.parked.aside()
         isolate(
             part.rows,
-            lambda rows: self.storing.store(replace(part, rows=rows), set_aside),
-            lambda message, error: set_aside.bury(message, part.waits_at, "rejected", error),
+            lambda rows: self.storing.deliver(replace(part, rows=rows), set_aside),
+            lambda message, error: set_aside.bury(message, part.destination, "rejected", error),
         )
         self.parked.settle(part.rows, set_aside)
 
-    def _qualities(self, destination: str, rows: pa.Table) -> Iterator[Part]:
+    def _parts(self, destination: str, rows: pa.Table) -> Iterator[Part]:
         """Yield messages by their quality of service.
 
         Messages that an operator parked again, or that were parked while their destination was
         unknown, have none: they get the quality that their route names now.
         """
-        if rows.num_rows and rows[KIND][0].as_py() == Kind.MAIN:
-            self.context.look(rows)
+        if rows[KIND][0].as_py() == Kind.MAIN:
+            self.context.find_held(rows)
             rows = rows.drop_columns(list(LANE))
         qualities = rows["quality"]
         if qualities.null_count:
@@ -270,7 +252,7 @@ class Releasing:
             qualities = pc.coalesce(qualities, by_route, pa.scalar(default))
         for quality in pc.unique(qualities).to_pylist():
             group = rows.filter(pc.equal(qualities, quality))
-            yield Part(destination=destination, quality=quality, rows=group, waits_at=destination)
+            yield Part(destination=destination, quality=quality, rows=group)
 
     def _parked(self, destination: str, lanes: Collection[Lane]) -> Iterator[pa.Table]:
         found = any(lane.found for lane in lanes)
@@ -284,7 +266,7 @@ class Releasing:
         They wait in a lane from which nothing is sent. If they stay there because this process ends
         before they leave, they become dead letters.
         """
-        lane = Lane(destination=part.waits_at, kind=Kind.DOUBT)
+        lane = Lane(destination=part.destination, kind=Kind.DOUBT)
         batch = self.context.work.batch
         ids = part.rows["parked_id"].to_pylist()
 

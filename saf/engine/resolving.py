@@ -110,7 +110,7 @@ class Resolver:
         routers = [_usable(router, answers) for router in routers]
         self._routers = {router.service: router for router in routers}
         self._by_spark = answers
-        self._led_on = {*self._routers, *further}
+        self._resolved_later = {*self._routers, *further}
         self._matcher = matcher
         self._memory = memory
         self._functions: dict[str, Function] = {}
@@ -262,7 +262,9 @@ class Resolver:
         }
         lost = self._matcher.route(pa.table(addresses))["route"].is_null().to_numpy()
         # messages for a still unknown broker wait for the broker
-        lost &= addresses["to_broker"].is_null().to_numpy() & ~_is_in(services, self._led_on)
+        lost &= addresses["to_broker"].is_null().to_numpy() & ~_is_in(
+            services, self._resolved_later
+        )
         named = pc.binary_join_element_wise("it names '", services, "', ", "")
         for wrong, why in (
             (pc.is_null(services), pa.scalar("its classifier returns no service")),

@@ -197,8 +197,8 @@ class SetAside:
             return
         subscription_id = self.work.batch.subscription_id
         rows: list[dict[str, Any]] = []
-        for destination in {part.waits_at for part in self.parked}:
-            parts = [part for part in self.parked if part.waits_at == destination]
+        for destination in {part.destination for part in self.parked}:
+            parts = [part for part in self.parked if part.destination == destination]
             dicts = [row for part in parts for row in self._parked(part)]
             here = parking.known(source, subscription_id, destination, dicts)
             rows += [row for row in dicts if row["message_id"] not in here]
@@ -286,10 +286,10 @@ class SetAside:
             copied, moved = part.rows.filter(found), part.rows.filter(pc.invert(found))
             if moved.num_rows:
                 ids = moved["parked_id"].to_pylist()
-                parking.move(source, part.waits_at, given_of(moved), ids)
+                parking.move(source, part.destination, given_of(moved), ids)
             if copied.num_rows:
                 rows = copied.select(["parked_id", *LANE, *ADDRESS]).to_pylist()
-                parking.copy(source, part.waits_at, part.quality, rows)
+                parking.copy(source, part.destination, part.quality, rows)
                 gone += copied["parked_id"].to_pylist()
         self._bury(source)
         return parking.unpark(source, gone)
@@ -331,7 +331,7 @@ class SetAside:
 
     def _parked(self, part: Part) -> Iterator[dict[str, Any]]:
         more = {
-            "destination": part.waits_at,
+            "destination": part.destination,
             "quality": part.quality,
             "batch": self.work.batch.number,
             "opened_at": self.work.batch.opened_at,

@@ -79,7 +79,7 @@ class SourceSession:
                 except psycopg.Error:
                     self._connection.close()  # a closed session has nothing in hand
 
-    def let_slip(self) -> bool:
+    def has_let_slip(self) -> bool:
         """Whether the messages in hand were out of hand since they were read: the session was
         lost."""
         self(lambda source: source.execute("SELECT"))

@@ -34,12 +34,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.destinations import Chunk, Refusal
-from saf.destinations.places import beyond
 from saf.engine.context import Context
-from saf.engine.destination_sessions import obstacle, prefix
-from saf.engine.parts import Part, unroutable
+from saf.engine.destination_sessions import obstacle
+from saf.engine.parts import Part, several_of, unroutable
 from saf.engine.set_aside import SetAside
-from saf.engine.transforming import inputs_of, several_of
 from saf.errors import (
     Ahead,
     AnotherBroker,
@@ -58,6 +56,7 @@ from saf.errors import (
 from saf.log.cursor import lock_cursors
 from saf.message import CLAIMED_FROM, VERIFIED_FROM
 from saf.routing.matching import AT_MOST_ONCE
+from saf.setaside.dropped import EXPIRED
 from saf.setaside.lane import Lane
 from saf.setaside.lane_columns import (
     either,
@@ -154,7 +153,7 @@ class Storing:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def store(self, part: Part, set_aside: SetAside) -> None:
+    def deliver(self, part: Part, set_aside: SetAside) -> None:
         """Store a part; put messages that cannot be stored in ``set_aside``."""
         part = self._without_dialogs(self._bury_unsuited(part, set_aside), set_aside)
         for piece in work_off(
@@ -166,7 +165,7 @@ class Storing:
 
     def _attempt(self, part: Part, set_aside: SetAside) -> Sequence[Part]:
         """Give a piece of a part to its destination; return the pieces to try in its place."""
-        name, once, context = _name(part), part.quality == AT_MOST_ONCE, self.context
+        name, once, context = part.destination, part.quality == AT_MOST_ONCE, self.context
         if not once:
             set_aside.write_ahead(context.source)
         if not part.rows.num_rows and (once or not part.main):
@@ -198,16 +197,15 @@ class Storing:
         self, part: Part, refusal: Refusal, seconds: float, set_aside: SetAside
     ) -> Sequence[Part]:
         """Do what follows from a refusal; return the pieces to try in place of the refused one."""
-        name, once, error = _name(part), part.quality == AT_MOST_ONCE, refusal.error
+        name, once, error = part.destination, part.quality == AT_MOST_ONCE, refusal.error
         if refusal.stored is not None:
-            stored = inputs_of(part.rows, refusal.stored)
-            set_aside.take(stored)
-            self._note(replace(part, rows=stored), stored.num_rows, seconds)
-            part = replace(part, rows=inputs_of(part.rows, refusal.stored, but=True))
+            stored = part.of(refusal.stored)
+            set_aside.take(stored.rows)
+            self._note(stored, stored.rows.num_rows, seconds)
+            part = part.but(refusal.stored)
         match next_step(refusal, part.rows.num_rows, once=once):
             case Step.SPLIT:
-                half = part.rows.num_rows // 2
-                return [replace(part, rows=part.rows.slice(*cut)) for cut in ((0, half), (half,))]
+                return part.halves()
             case Step.REJECT:
                 self._reject(part, set_aside, error)
             case Step.DIVERT:
@@ -231,13 +229,15 @@ class Storing:
             return True
         if self.context.told_to_stop():
             # the pieces wait in their lane: the next run delivers them before everything else
-            self.context.lanes.hold(Lane(destination=_name(part)), "the forwarder was told to stop")
+            self.context.lanes.hold(
+                Lane(destination=part.destination), "the forwarder was told to stop"
+            )
             return True
         return False
 
     def _reject(self, part: Part, set_aside: SetAside, error: SafError) -> None:
         """Make a dead letter of a part's only message, which its destination has rejected."""
-        name, brake = _name(part), self.context.brake
+        name, brake = part.destination, self.context.brake
         set_aside.bury(part.rows, name, "rejected", str(error))
         assert isinstance(error, Rejected)  # noqa: S101 - see `next_step`
         brake.rejected(name, error)
@@ -250,13 +250,13 @@ class Storing:
         The others include messages that the destination has stored before: it drops them, and
         answers with the marks that the source has to acknowledge.
         """
-        refused = inputs_of(part.rows, refusal.rows)
+        refused = part.of(refusal.rows)
         if isinstance(refusal.error, UnknownService):
-            self._wait_for_services(replace(part, rows=refused), refusal.error, set_aside)
+            self._wait_for_services(refused, refusal.error, set_aside)
         else:
-            self._wait_for_route(refused, set_aside, refusal.error)
-        rest = inputs_of(part.rows, refused, but=True)
-        return [replace(part, rows=rest)] if rest.num_rows else []
+            self._wait_for_route(refused.rows, set_aside, refusal.error)
+        rest = part.but(refused.rows)
+        return [rest] if rest.rows.num_rows else []
 
     def _wait_for_services(self, part: Part, error: UnknownService, set_aside: SetAside) -> None:
         """Let messages wait in lanes of their services, which the destination does not know.
@@ -295,21 +295,21 @@ class Storing:
 
     def _wait(self, part: Part, set_aside: SetAside, refusal: Refusal) -> None:
         """Let a part wait for its destination, which refuses everything now."""
-        name, error = part.waits_at, refusal.error
+        name, error = part.destination, refusal.error
         self.context.receipts.of(name).down |= (
             obstacle(self.context.rules, name, part.quality) is None
         )
         set_aside.fail(part.lanes, error, moving=refusal.stored is not None)
         set_aside.down.add(name)
-        set_aside.wait(part)
         if part.main or isinstance(error, Braked):
             self._hold(part, set_aside, refusal)
         elif isinstance(error, TO_REPAIR):
             self.context.to_repair = error
+        set_aside.wait(part)
 
     def _hold(self, part: Part, set_aside: SetAside, refusal: Refusal) -> None:
         """Let unsent messages wait for their destination, which must not be tried immediately."""
-        error, lane = refusal.error, Lane(destination=_name(part))
+        error, lane = refusal.error, Lane(destination=part.destination)
         if isinstance(error, TO_REPAIR):
             self.context.to_repair = error
         set_aside.fail([lane], error, moving=refusal.stored is not None)
@@ -317,7 +317,7 @@ class Storing:
 
     def _give_up(self, part: Part, refusal: Refusal, set_aside: SetAside) -> None:
         """Make dead letters of messages that may have left, and must not be sent again."""
-        name = _name(part)
+        name = part.destination
         set_aside.bury(part.rows, name, "unavailable", str(refusal.error))
         if isinstance(refusal.error, REFUSES):
             self.context.receipts.of(name).down = True
@@ -327,16 +327,16 @@ class Storing:
         """Return a part without the messages that a transform leaves out; count these."""
         if not self.context.transforming:
             return part
-        left = inputs_of(part.rows, chunk.rows, but=True)
+        left = part.but(chunk.rows).rows
         if not left.num_rows:
             return part
-        new = set_aside.leave_out(left, _name(part))
+        new = set_aside.leave_out(left, part.destination)
         self.context.receipts.of(part.destination).left_out += new
-        return replace(part, rows=inputs_of(part.rows, chunk.rows))
+        return part.of(chunk.rows)
 
     def _note(self, part: Part, messages: int, seconds: float) -> None:
         """Note that a part was given to its destination, where ``messages`` were new."""
-        name, receipts = _name(part), self.context.receipts
+        name, receipts = part.destination, self.context.receipts
         if messages:
             self.context.brake.stored(name)
         receipts.delivered(name, part.rows)
@@ -350,33 +350,38 @@ class Storing:
     def _early(self, part: Part) -> int:
         """Return how many messages came early, at a destination that cannot hold messages back."""
         times = part.rows["deliver_at"]
-        holds = self.context.rules.destinations[_name(part)].capabilities.holds
+        holds = self.context.rules.destinations[part.destination].capabilities.holds
         if holds or times.null_count == len(times):
             return 0
         early = pc.sum(pc.greater(times, pa.scalar(datetime.now(UTC), times.type))).as_py()
         return int(early or 0)
 
-    def not_stored(self, part: Part, rows: pa.Table, set_aside: SetAside) -> pa.Table | None:
-        """Ask its destination which rows of a part it has not stored before; None: it cannot tell.
+    def unexpired(self, part: Part, set_aside: SetAside) -> Part:
+        """Return a part of lanes without expired messages; bury those not stored before.
 
-        If the destination refuses everything now, the whole part waits, too. After any other
-        refusal, storing the part ends the task.
+        A destination that cannot tell is down, and the whole part waits. After any other refusal,
+        storing the part ends the task.
         """
-        chunk = self._chunk(replace(part, rows=rows))
-        marks = self.context.destinations.marks(part, chunk)
-        if isinstance(marks, Refusal):
-            if isinstance(marks.error, REFUSES):
-                self._wait(part, set_aside, marks)
-            return None
-        stored = {place: mark.number for place, mark in marks.items()}
-        return beyond(rows, chunk.batch.number, stored, prefix(part))
+        mask = set_aside.expired(part.rows)
+        if mask is None:
+            return part
+        expired = part.rows.filter(mask)
+        if part.quality != AT_MOST_ONCE:  # a message sent at most once has left its lane
+            answer = self.context.destinations.not_stored(part, expired)
+            if isinstance(answer, Refusal):
+                if isinstance(answer.error, REFUSES):
+                    self._wait(part, set_aside, answer)
+                return part
+            expired = answer
+        set_aside.bury(expired, part.destination, "expired", EXPIRED)
+        return part.but(expired)
 
     def _bury_unsuited(self, part: Part, set_aside: SetAside) -> Part:
         """Return a part without messages that its destination never takes; bury these.
 
         They are too large for it, or were split and it might store only some parts.
         """
-        name, transforming = _name(part), self.context.transforming
+        name, transforming = part.destination, self.context.transforming
         able = self.context.rules.destinations[name].capabilities
         if able.largest_body is None and (able.takes_parts or not transforming):
             return part
@@ -387,11 +392,11 @@ class Storing:
         if transforming and not able.takes_parts:
             bad["it takes no message that a transform has split"] = several_of(sent)
         for why, outputs in bad.items():
-            rows = inputs_of(part.rows, outputs)
+            rows = part.of(outputs).rows
             if rows.num_rows:
                 error = Rejected(f"destination {name!r}", why)
                 set_aside.bury(rows, name, "rejected", str(error))
-                part = replace(part, rows=inputs_of(part.rows, rows, but=True))
+                part = part.but(rows)
         return part
 
     def _without_dialogs(self, part: Part, set_aside: SetAside) -> Part:
@@ -400,7 +405,7 @@ class Storing:
 
         Messages of a monolog stay: they are for a topic, and nobody answers.
         """
-        name, work = _name(part), self.context.work
+        name, work = part.destination, self.context.work
         if self.context.rules.destinations[name].capabilities.takes_dialogs:
             return part
         mask = pc.is_valid(part.rows["conversation_id"])
@@ -419,16 +424,10 @@ class Storing:
         """Return a part as its destination gets it."""
         work, behind = self.context.work, frozenset[str]()
         if part.main and part.quality != AT_MOST_ONCE:
-            behind = self.context.lanes.services(_name(part))
+            behind = self.context.lanes.services(part.destination)
         rows = self.context.transforming.outputs(part.rows)
         rows = vouched(rows, work.source, work.vouched_since)
         return Chunk(source=work.source, batch=work.batch, rows=rows, behind=behind)
-
-
-def _name(part: Part) -> str:
-    """Return the destination of a part that has one."""
-    assert part.destination is not None  # noqa: S101 - the caller ensures this
-    return part.destination
 
 
 def vouched(rows: pa.Table, source: UUID, since: int | None) -> pa.Table:

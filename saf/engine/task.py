@@ -106,7 +106,7 @@ class Task:
         patience = work.dsn.bounds.chunk_seconds
         try:
             with Pulse(context.source.beat, work.lease_seconds / BEATS, patience):
-                self.earlier.look()
+                self.earlier.find_set_aside()
                 if not self.closes:  # its batch may have been read before an earlier task's work
                     context.source.find(lambda source: learn_set_aside(source, work.batch))
                 releasing.release_all()
@@ -116,7 +116,7 @@ class Task:
                 ):
                     self._refuse_doubled(rows)
                     self.end = int(rows["id"][-1].as_py()) if last else None
-                    stop = isolate(rows, self._forward, self._bury, self.earlier.look)
+                    stop = isolate(rows, self._forward, self._bury, self.earlier.find_set_aside)
                     if stop and not summary.closed:
                         summary.stopped = True
                         break
@@ -144,21 +144,21 @@ class Task:
         source, transforming = context.source, context.transforming
         set_aside = SetAside(work=context.work, position=position)
         fit = set_aside.bury_unfit(self.earlier.fresh(read), context.rules.max_bytes)
-        transforming.look(fit, source)
+        transforming.read_results(fit, source)
         fit = transforming.bury_at_fault(fit, set_aside)
         transforming.keep(fit, source)
-        context.look(fit)
+        context.find_held(fit)
         resolution = context.resolver.resolve(fit, context.lanes.held)
         resolved = resolution.rows
         if context.resolver:
-            context.look(fit, resolved)
+            context.find_held(fit, resolved)
         for rows, error in resolution.dead:
             set_aside.bury(rows, "", "unresolved", error)
         matches = context.matcher.matches
         routed = self.earlier.unfinished(context.matcher.route(resolved), matches)
         shared = share(routed, matches, source.choose)
         parts = [
-            replace(part, rows=self.earlier.fresh(part.rows, part.waits_at))
+            replace(part, rows=self.earlier.fresh(part.rows, part.destination))
             for part in split(
                 shared, matches, context.rules.qualities, context.lanes.held, resolution.waiting
             )
@@ -187,9 +187,9 @@ class Task:
         for part in [part for part in others if not self._waits(part, set_aside)]:
             # the storing of another part may have held its lane since
             if not self._waits(part, set_aside):
-                self.storing.store(part, set_aside)
+                self.storing.deliver(part, set_aside)
         for part in self._attempted(at_most_once, set_aside):
-            self.storing.store(part, set_aside)
+            self.storing.deliver(part, set_aside)
         self._stay_open(set_aside)
 
     def _attempted(self, parts: Sequence[Part], set_aside: SetAside) -> Sequence[Part]:
@@ -216,14 +216,14 @@ class Task:
                 set_aside.fail([lane], obstacle)
                 lanes.hold(lane, str(obstacle))
         # its lane waits; or the part is not in the destination's own lane, so it is behind others
-        waits = not part.main or Lane(destination=part.waits_at) in lanes.held
+        waits = not part.main or Lane(destination=part.destination) in lanes.held
         if waits:
             set_aside.wait(part)
         return waits
 
     def _obstacle(self, part: Part, lane: Lane) -> SafError | None:
         """Return why messages cannot leave a lane; None if they can."""
-        if part.destination is None:
+        if not part.destination:
             return self.context.resolver.obstacle(lane)
         return obstacle(self.context.rules, part.destination, part.quality)
 
@@ -289,14 +289,17 @@ class Task:
 
 
 class EarlierTask:
-    """The work of earlier tasks on one batch. Call `look` first, and after a step has raised."""
+    """The work of earlier tasks on one batch.
+
+    Call `find_set_aside` first, and after a step has raised.
+    """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._set_aside: dict[str, pa.Array] = {}
         """For each destination, the ids beyond the position that are already set aside."""
 
-    def look(self) -> None:
+    def find_set_aside(self) -> None:
         """Find the messages that are set aside, and hold their lanes."""
         ids: dict[str, list[int]] = defaultdict(list)
         lanes, batch = self._context.lanes, self._context.work.batch
@@ -336,7 +339,7 @@ class EarlierTask:
         for part in parts:
             before = part.rows["id"].to_numpy() <= limits[part.rows["shard"].to_numpy()]
             if before.any():
-                set_aside.bury(part.rows.filter(pa.array(before)), part.waits_at, *MAY_HAVE_LEFT)
+                set_aside.bury(part.rows.filter(pa.array(before)), part.destination, *MAY_HAVE_LEFT)
                 part = replace(part, rows=part.rows.filter(pa.array(~before)))  # noqa: PLW2901
             left.append(part)
         return [part for part in left if part.rows.num_rows]

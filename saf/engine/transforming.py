@@ -153,7 +153,7 @@ class Transforming:
     def __bool__(self) -> bool:
         return bool(self.services)
 
-    def look(self, rows: pa.Table, memory: Memory | None) -> None:
+    def read_results(self, rows: pa.Table, memory: Memory | None) -> None:
         """Read up to the results of some messages, of the batch or parked.
 
         ``memory`` may be None only if no results are ever kept.
@@ -209,21 +209,21 @@ class Transforming:
             self._count(memory.keep_results(self._as_kept(rows.filter(pa.array(mask)))))
 
     def ready(
-        self, rows: pa.Table, memory: Memory, *, led_on: bool = True
+        self, rows: pa.Table, memory: Memory, *, routed: bool = True
     ) -> tuple[pa.Table, str | None]:
         """Return the parked messages before the first without a result, and why it has none.
 
-        Messages that are not ``led_on`` yet need none, unless they were sent to a router.
+        Messages that are not ``routed`` yet need none, unless they were sent to a router.
         """
-        if not (self.services if led_on else self.routers):
+        if not (self.services if routed else self.routers):
             return rows, None
-        self.look(rows, memory)
-        if self.routers and led_on and rows.num_rows:
+        self.read_results(rows, memory)
+        if self.routers and routed and rows.num_rows:
             self._sent_to = memory.sent_to(_named(rows), self.routers)
         services = self._services(rows)
         ids = log_ids(rows)
         known = _is_in(ids, self._evaluated.parked | self._faults.keys() | self._kept)
-        wanted = self.services if led_on else self.routers - self._evaluated.problems.keys()
+        wanted = self.services if routed else self.routers - self._evaluated.problems.keys()
         lacking = np.flatnonzero(_is_in(services, wanted) & ~known)
         if not lacking.size:
             return rows, None
@@ -351,21 +351,6 @@ def log_ids(rows: pa.Table) -> pa.ChunkedArray:
     return rows["log_id" if "log_id" in rows.column_names else "id"]
 
 
-def inputs_of(rows: pa.Table, some: pa.Table, *, but: bool = False) -> pa.Table:
-    """Return the messages that some outputs were made of, or all ``but`` these."""
-    name = _number(rows)
-    found = pc.is_in(rows[name], some[name].combine_chunks())
-    return rows.filter(pc.invert(found) if but else found)
-
-
-def several_of(outputs: pa.Table) -> pa.Table:
-    """Return the outputs of messages that have several."""
-    numbers = outputs[_number(outputs)]
-    counts = numbers.value_counts()
-    several = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
-    return outputs.filter(pc.is_in(numbers, several))
-
-
 def _named(rows: pa.Table) -> dict[str, list[int]]:
     return {"shards": rows["shard"].to_pylist(), "ids": log_ids(rows).to_pylist()}
 
@@ -396,10 +381,6 @@ def _in_order(results: pa.Table) -> pa.Table:
 def _is_in(values: pa.ChunkedArray, wanted: Collection[Any]) -> Mask:
     found = pc.is_in(values, pa.array(wanted, values.type))
     return found.to_numpy()  # type: ignore[no-any-return]
-
-
-def _number(rows: pa.Table) -> str:
-    return "parked_id" if "parked_id" in rows.column_names else "id"
 
 
 def as_written(headers: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -31,7 +31,7 @@ from saf.destinations.identities import Identities
 from saf.engine import kept_results
 from saf.engine.work import Receipt, Work
 from saf.errors import ConfigurationError, Fenced
-from saf.forwarding.vigil import Vigil
+from saf.forwarding.runner import Vigil
 from saf.log import cursor
 from saf.log.shards import NEWEST, Member
 from saf.operating.repair.new_id import Place
@@ -210,7 +210,7 @@ class SourceBroker:
             connection = self._connect()
             silent = 0.0
             if self.vigil is not None:
-                silent = self.vigil.look(self.name, connection)
+                silent = self.vigil.silence(self.name, connection)
             self._renewed = time.monotonic()
             if self._member is None or silent >= self.lease_seconds:
                 return

@@ -32,10 +32,9 @@ from saf.forwarding import summary
 from saf.forwarding.broker import SourceBroker
 from saf.forwarding.purging import Purging
 from saf.forwarding.roster import Roster
-from saf.forwarding.runner import Runner
+from saf.forwarding.runner import BEGIN_SECONDS, SILENT_LEASES, Runner, Vigil
 from saf.forwarding.summary import Meter, Progress, Summary
 from saf.forwarding.surveys import plan, surveyed, tasks_within
-from saf.forwarding.vigil import BEGIN_SECONDS, SILENT_LEASES, Vigil
 from saf.log.pauses import Pauses
 from saf.setaside.backoff import SHOWN
 from saf.telemetry.logger import Log
@@ -372,7 +371,7 @@ class Forwarder:
 
     def _tell_to_stop(self, brokers: Iterable[SourceBroker], notified: set[str]) -> None:
         """Ask brokers' tasks to end after their chunk; add the brokers that were asked to
-        ``told``."""
+        ``notified``."""
 
         def tell(broker: SourceBroker) -> None:
             broker.stop()

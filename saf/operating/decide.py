@@ -8,7 +8,7 @@ keys that waited for it, and records in ``saf.audit`` who decided, when and why.
 
 The two kinds differ in how messages are locked for a decision, and in what becomes of them: see
 `saf.operating.decide_dead` and `saf.operating.decide_parked`. Some messages stay as they are
-(`saf.setaside.staying`).
+(`saf.setaside.selection`).
 
 A decision about a million messages in one transaction would hold its locks for minutes, and could
 not be stopped. So `in_chunks` decides about `CHUNK` messages at a time, the oldest first, each time

@@ -20,8 +20,7 @@ from saf.columns import COLUMNS
 from saf.database import fetch
 from saf.dialogs import monologs, statements
 from saf.setaside.lane import Kind
-from saf.setaside.selection import DeadLetters
-from saf.setaside.staying import TAKEN
+from saf.setaside.selection import TAKEN, DeadLetters
 from saf.setaside.unhandled import FOR_ALL
 
 LOCKED = DeadLetters.sql(f"""

@@ -9,7 +9,7 @@ receivers do themselves (`saf.receiving.claim`). A member may have read due mess
 and writes their results under the lock of the cursor. So in a member's shards, decisions concern
 only keys that are not due for a while, and end long before that (`LONGEST_SECONDS`). Messages that
 a forwarder or a receiver has in hand at that moment, or that operators may not decide about, stay
-parked (`saf.setaside.staying`).
+parked (`saf.setaside.selection`).
 
 No source knows whether a parked message has arrived after all, because a destination stored it and
 its answer got lost (`saf.setaside.in_hand`). A retry is dropped there as a repeat. But then a
@@ -37,8 +37,7 @@ from saf.log.shards import failed, newest
 from saf.operating import decide_dead
 from saf.setaside import backoff, in_hand, parking
 from saf.setaside.lane import NO_BROKER, SAME_LANE, THE_LANE, Kind, Lane
-from saf.setaside.selection import REST_SECONDS, RESTING, ParkedMessages
-from saf.setaside.staying import TAKEN
+from saf.setaside.selection import REST_SECONDS, RESTING, TAKEN, ParkedMessages
 from saf.setaside.unhandled import FOR_ALL
 
 T = TypeVar("T")

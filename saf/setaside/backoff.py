@@ -31,16 +31,7 @@ from saf.database import fetch
 from saf.errors import Braked, SafError
 from saf.log.shards import NEWEST
 from saf.setaside import parking
-from saf.setaside.lane import (
-    BROKER,
-    GIVEN,
-    OF_SERVICE,
-    SAME_LANE,
-    THE_LANE,
-    Kind,
-    Lane,
-    given,
-)
+from saf.setaside.lane import BROKER, GIVEN, OF_SERVICE, SAME_LANE, THE_LANE, Kind, Lane, given
 from saf.setaside.parking import BLOCKED, Backoff
 from saf.setaside.unhandled import FOR_ALL
 
@@ -324,7 +315,7 @@ def held(
     """
     params = {"subscription_id": subscription_id, "shards": list(shards), **given(lanes)}
     return {
-        Lane(destination=destination, kind=Kind(kind), subject=subject, broker=broker): error
+        Lane(destination=destination, kind=kind, subject=subject, broker=broker): error
         for destination, kind, subject, broker, error in fetch(connection, HELD, params)
     }
 

@@ -20,14 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 import psycopg
 
 from saf.database import Meaning, meaning
-from saf.errors import (
-    InvalidMessage,
-    Rejected,
-    SafError,
-    UnreadableBody,
-    UnreadableHeaders,
-    masked,
-)
+from saf.errors import InvalidMessage, Rejected, SafError, UnreadableBody, UnreadableHeaders, masked
 
 if TYPE_CHECKING:
     import pyarrow as pa

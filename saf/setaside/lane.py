@@ -1,22 +1,27 @@
 """Lanes: messages that are set aside, grouped by the reason why they wait.
 
 A *lane* is the messages that wait for the same thing. Lanes are separate; each keeps its order. The
-same columns of saf.parked and saf.backoff identify a row's lane:
+columns destination, kind, subject and broker of saf.parked and saf.backoff identify a row's lane.
 
-    destination  kind           subject       waits for
-    mom          main                         the destination to answer: all for it, in order
-    mom          service        service       the destination to know the service
-    (empty)      route          service       a route to a destination
-    mom          retry, replay                nothing: sent again at an operator's request
-    mom          found_route    service       the destination; it waited for a route, and found one
-    mom          found_retry, found_replay    the destination; sent again, it has found a route
-    mom          doubt                        nothing: sent at most once from another lane, or about
-                                              to be; messages found here become dead letters
-    (empty)      key            key           a receiver's next attempt at the key's first message
-    (empty)      later          shard         the deliver_at of each: a receiver's, of a shard
-    (empty)      ahead          conversation  an earlier message of the dialog, which is missing
+The kind of a forwarder's lane shows the origin of its messages, and the thing they wait for:
 
-Messages that are addressed to a broker wait for a route in a separate lane that names the broker.
+                        a route to       the destination   the destination,     the destination
+                        a destination    to answer         with a route found   to know the service
+    a batch             route            main              found_route          service
+    an operator's retry retry            retry             found_retry
+    a replay            replay           replay            found_replay
+
+A lane that waits for a route has no destination. The lanes route, found_route and service name the
+service as their subject; route and found_route also name the broker that their messages are
+addressed to, if any. Messages about to be sent at most once leave their lane for the lane doubt;
+messages found there may have left, and become dead letters.
+
+The lanes of receivers have no destination:
+
+    kind   subject       waits for
+    key    key           a receiver's next attempt at the key's first message
+    later  shard         the deliver_at of each message
+    ahead  conversation  an earlier message of the dialog, which is missing
 """
 
 from __future__ import annotations
@@ -68,6 +73,8 @@ NO_BROKER = UUID(int=(1 << 128) - 1)
 class Lane:
     """What messages wait for; the module's docstring lists all kinds.
 
+    A kind may be given by its name, as the database returns it.
+
     >>> print(Lane(destination="mom"))
     destination 'mom'
     >>> print(Lane(kind=Kind.ROUTE, subject="billing", broker=UUID(int=7)))
@@ -82,6 +89,9 @@ class Lane:
     """The service, key, shard or conversation that the lane is about; empty if none."""
     broker: UUID | None = None
     """The broker that its messages are addressed to, if they wait for a route or have found one."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", Kind(self.kind))
 
     @property
     def found(self) -> bool:
@@ -103,7 +113,7 @@ class Lane:
         """The lane alone, without a subclass's further columns."""
         return Lane(
             destination=self.destination,
-            kind=Kind(self.kind),
+            kind=self.kind,
             subject=self.subject,
             broker=self.broker,
         )

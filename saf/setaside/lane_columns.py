@@ -6,7 +6,7 @@ become a `saf.setaside.lane.Lane`. All messages of a table have the same destina
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 from uuid import UUID
 
@@ -35,13 +35,7 @@ def lanes_of(rows: pa.Table, destination: str = "") -> tuple[list[Lane], npt.NDA
     indices = encoded.indices.to_numpy().astype(np.int64)
     _, first = np.unique(indices, return_index=True)
     lanes = [
-        Lane(
-            destination=destination,
-            kind=Kind(row["kind"]),
-            subject=row["subject"],
-            broker=broker_of(row["broker"]),
-        )
-        for row in rows.select(LANE).take(pa.array(first)).to_pylist()
+        lane_of(row, destination) for row in rows.select(LANE).take(pa.array(first)).to_pylist()
     ]
     return lanes, indices
 
@@ -100,9 +94,15 @@ def given_of(rows: pa.Table) -> dict[str, list[Any]]:
     }
 
 
-def broker_of(one: bytes) -> UUID | None:
-    """Return the broker that a lane names, or None."""
-    return None if one == NO_BROKER.bytes else UUID(bytes=one)
+def lane_of(row: Mapping[str, Any], destination: str = "") -> Lane:
+    """Return the lane that a row with the columns `LANE` is in."""
+    broker = UUID(bytes=row["broker"])
+    return Lane(
+        destination=destination,
+        kind=row["kind"],
+        subject=row["subject"],
+        broker=None if broker == NO_BROKER else broker,
+    )
 
 
 def _lanes(kind: Kind, subjects: pa.ChunkedArray, brokers: pa.ChunkedArray) -> pa.Table:

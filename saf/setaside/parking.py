@@ -29,11 +29,12 @@ from uuid import UUID
 
 import psycopg
 from psycopg import sql
+from psycopg.rows import class_row
 
 from saf.columns import COLUMNS
 from saf.database import array, fetch, parameters
 from saf.log.cursor import Batch
-from saf.setaside.lane import BROKER, GIVEN, OF_RECEIVERS, THE_LANE, Kind, Lane, given
+from saf.setaside.lane import BROKER, GIVEN, OF_RECEIVERS, THE_LANE, Lane, given
 
 FIRST_WAIT_SECONDS = 4
 LONGEST_WAIT_SECONDS = 64
@@ -271,8 +272,8 @@ def set_aside(
         "opened_at": batch.opened_at,
     }
     return [
-        (id_, destination, kind and _lane(destination, kind, *more))
-        for id_, destination, kind, *more in fetch(connection, SET_ASIDE, params)
+        (id_, name, kind and Lane(destination=name, kind=kind, subject=subject, broker=broker))
+        for id_, name, kind, subject, broker in fetch(connection, SET_ASIDE, params)
     ]
 
 
@@ -302,7 +303,8 @@ def occupied(connection: psycopg.Connection[Any], batch: Batch, lanes: Iterable[
         "shards": array(batch.shards),
         **given(lanes),
     }
-    return {_lane(*row) for row in fetch(connection, OCCUPIED, params)}
+    with psycopg.Cursor(connection, row_factory=class_row(Lane)) as cursor:
+        return set(cursor.execute(OCCUPIED, params).fetchall())
 
 
 def in_lanes(
@@ -337,7 +339,3 @@ def in_lanes(
         )
         .as_string(None)
     )
-
-
-def _lane(destination: str, kind: str, subject: str, broker: UUID | None) -> Lane:
-    return Lane(destination=destination, kind=Kind(kind), subject=subject, broker=broker)

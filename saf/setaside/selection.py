@@ -4,18 +4,23 @@ There are two kinds: `DeadLetters`, and single `ParkedMessages` (`saf.setaside.w
 lanes). Both are chosen, listed and counted in the same way, in the order of their numbers.
 Operators' decisions about them are in `saf.operating.decide`.
 
-Not every message can be decided about now (`saf.setaside.staying`). A receiver that is a member,
-such as a dispatcher, has each due key of its shards in hand: from that moment it may have the key's
-messages in memory. Until `REST_SECONDS` before, it has not.
+Not every message can be decided about now (`WHY`). A process may be about to deliver or to handle
+it, or the decision is impossible for it. Messages that a forwarder's open batch has set aside
+beyond its position are in hand: while they are set aside, and only then, the batch knows not to
+send them as well, or to set them aside again. A receiver that is a member, such as a dispatcher,
+has each due key of its shards in hand: from that moment it may have the key's messages in memory.
+Until `REST_SECONDS` before, it has not.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 from uuid import UUID
 
@@ -25,11 +30,48 @@ from psycopg.rows import class_row
 from saf.database import fetch
 from saf.database.pages import Page, number_at, page_of
 from saf.limits import HEADERS_READABLE
+from saf.log import shards
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
-from saf.setaside.staying import DEAD_SINCE, OF_BATCH, PARKED_BY, TAKEN, Counted
 
 Row = TypeVar("Row")
+
+WHY: Mapping[str, str] = MappingProxyType(
+    {
+        "in_hand": "somebody has it in hand, or will within seconds: decide again in a moment",
+        "batch": "the forwarder's open batch has set it aside, and has not passed it yet: decide "
+        "once it has",
+        "doubt": "it may have arrived, so the next run turns it into a dead letter: decide then",
+        "later": "it waits for its deliver_at, and holds nobody up",
+        "ahead": "it waits for an earlier message of its dialog, without which it means nothing",
+        "no_end": "the end of its dialog is not here: nobody could be told",
+        "dialog": "the other end of its dialog is where it is",
+        "there": "it waits for that destination already",
+        "arrived": "it has arrived where it is handled: only a forwarder's messages go elsewhere",
+        "stopped": "the decision was stopped before it: decide again",
+    }
+)
+"""Why a message stays as it is, in words."""
+
+# The newest version of each cursor, as in saf.log.shards
+TAKEN = f"""
+taken AS MATERIALIZED (
+    SELECT c.subscription_id, c.shard, s.log, c.position, c.opened_at
+    FROM saf.subscription s CROSS JOIN {shards.ALL_SHARDS} AS h (shard)
+    CROSS JOIN LATERAL (
+        SELECT * FROM saf.cursor
+        WHERE (subscription_id, shard, batch) <= (s.subscription_id, h.shard, {shards.LAST})
+        ORDER BY subscription_id DESC, shard DESC, batch DESC LIMIT 1) AS c
+    WHERE c.subscription_id = s.subscription_id AND c.shard = h.shard
+      AND CASE WHEN s.log = 'outbox' THEN c.open IS NOT NULL ELSE c.owner IS NOT NULL END)
+"""
+OF_BATCH = """EXISTS (
+    SELECT FROM taken t
+    WHERE (t.subscription_id, t.shard) = ({one}.subscription_id, {one}.shard)
+      AND t.log = 'outbox' AND {one}.id > t.position AND {one}.{at} t.opened_at)"""
+"""SQL: whether a forwarder's open batch, one of `TAKEN`, has set a row aside and is not past it.
+``at`` is the column that shows this, and the comparison: `PARKED_BY`, `DEAD_SINCE`."""
+PARKED_BY, DEAD_SINCE = "opened_at =", "dead_letter_at >="
 
 REST_SECONDS = 5.0
 """Minimum seconds until a member's key is due, for an operator to decide about it."""
@@ -73,6 +115,44 @@ LAST = "SELECT coalesce(max({number}), 0) FROM {table}"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Number of messages set aside that a filter matches."""
+
+    messages: int
+    """Messages that an operator may decide about."""
+    through: int | None
+    """The greatest of their numbers; None if there are none."""
+    stays: Mapping[str, int]
+    """Further matches, which stay whatever is decided, by reason: the keys of `WHY`."""
+    more: bool
+    """Whether there are more, which were not counted."""
+
+    @property
+    def staying(self) -> int:
+        """Number of messages that stay."""
+        return sum(self.stays.values())
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[str | None, int, int | None, bool]]) -> Self:
+        """Return the result of counting up to a limit.
+
+        ``rows`` contain the reason, or None; the count and the greatest number up to the limit; and
+        whether the message beyond the limit is one of them.
+
+        >>> Counted.of([(None, 2, 7, False), ("later", 1, 6, False), ("batch", 0, None, True)])
+        Counted(messages=2, through=7, stays={'later': 1}, more=True)
+        """
+        found = {why: (count, through, more) for why, count, through, more in rows}
+        messages, through, _ = found.get(None, (0, None, False))
+        return cls(
+            messages=messages,
+            through=through,
+            stays={why: count for why, (count, *_) in found.items() if why is not None and count},
+            more=any(more for *_, more in found.values()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Selection(Generic[Row]):
     """Which messages of a kind to choose; None means any."""
 
@@ -101,7 +181,7 @@ class Selection(Generic[Row]):
     """SQL: the conditions that only this kind has."""
     STAYS: ClassVar[str]
     """SQL: why an operator may not decide about a message of the subscription s now, one of
-    `saf.setaside.staying.WHY`; or NULL. ``to`` is the destination of a redirection, or NULL."""
+    `WHY`; or NULL. ``to`` is the destination of a redirection, or NULL."""
 
     @classmethod
     def sql(cls, statement: str) -> str:
@@ -189,7 +269,7 @@ class DeadLetter(SetAside):
     created_at: datetime
     expires_at: datetime | None
     stays: str | None
-    """Why nobody may decide about it now, one of `saf.setaside.staying.WHY`; None: operators
+    """Why nobody may decide about it now, one of `WHY`; None: operators
     may."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -302,3 +382,16 @@ CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
          WHERE (t.subscription_id, t.shard) = (p.subscription_id, p.shard)
            AND t.log = 'inbox' AND NOT {RESTS})
      THEN 'in_hand' END"""
+
+
+def staying_in_words(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return how many messages stay, by reason in words; ``counts`` are by the keys of `WHY`.
+
+    >>> staying_in_words([{"later": 2}, {"later": 2}])
+    {'it waits for its deliver_at, and holds nobody up': 4}
+    """
+    found: Counter[str] = Counter()
+    for count in counts:
+        for why, number in count.items():
+            found[WHY[why]] += number
+    return dict(found)

@@ -356,7 +356,7 @@ def tried(
     evaluated = Evaluated(given={service: usable.given})
     transforming = Transforming([service], evaluated, InStep(iter(batches)), max_bytes=max_bytes)
     rows = as_table([{**message, "id": 1, "shard": 0}])
-    transforming.look(rows, None)
+    transforming.read_results(rows, None)
     aside = SetAside(work=None)  # type: ignore[arg-type] # nothing is written
     going = transforming.bury_at_fault(rows, aside)
     if aside.dead:

@@ -12,7 +12,7 @@ from saf.database import Dsn
 from saf.engine.pulse import BEGIN
 from saf.engine.work import Work
 from saf.forwarding.broker import SourceBroker
-from saf.forwarding.vigil import Vigil
+from saf.forwarding.runner import Vigil
 from saf.routing.routes import add_route
 from tests.driver import InProcess, forwarder
 from tests.kept import _nothing_stays
@@ -77,14 +77,14 @@ def test_what_the_driver_has_slept_through_counts_for_nothing_and_then_a_silence
         (item,) = broker.open_work("mom")
         vigil = Vigil([item])
         task.execute(BEGIN, {"life": item.life})
-        assert vigil.look("app", connection) < LEASE
+        assert vigil.silence("app", connection) < LEASE
         time.sleep(2.5 * LEASE)  # both are stopped
         assert vigil.given_up is None
-        assert vigil.look("app", connection) < LEASE
+        assert vigil.silence("app", connection) < LEASE
         assert vigil.given_up is None
         awake = time.monotonic()
         while vigil.given_up is None:
-            vigil.look("app", connection)
+            vigil.silence("app", connection)
             time.sleep(LEASE / 10)
         assert 0.9 * LEASE < time.monotonic() - awake < 10 * LEASE
         assert "a task for 'app' is unavailable" in str(vigil.given_up)

@@ -52,15 +52,15 @@ def watermark_moved_and_a_row_not_stored(patch: pytest.MonkeyPatch) -> None:
 
 
 def marked_before_sent(patch: pytest.MonkeyPatch) -> None:
-    store = Storing.store
+    deliver = Storing.deliver
 
     def early(self: Storing, part: Any, aside: SetAside) -> None:
         last = part.rows["id"][-1].as_py()
         work = self.context.work
         self.context.source(lambda source: cursor.advance(source, work.batch, last))
-        store(self, part, aside)
+        deliver(self, part, aside)
 
-    patch.setattr(Storing, "store", early)
+    patch.setattr(Storing, "deliver", early)
 
 
 def no_fence_at_the_destination(patch: pytest.MonkeyPatch) -> None:
@@ -107,12 +107,12 @@ def read_in_no_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def moved_past_a_chunk_that_failed(patch: pytest.MonkeyPatch) -> None:
-    store = Storing.store
+    deliver = Storing.deliver
 
     def carefree(self: Storing, part: Any, _: SetAside) -> None:
-        store(self, part, SetAside(work=self.context.work))
+        deliver(self, part, SetAside(work=self.context.work))
 
-    patch.setattr(Storing, "store", carefree)
+    patch.setattr(Storing, "deliver", carefree)
 
 
 def parked_messages_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -140,7 +140,7 @@ def neighbours_rejected_too(patch: pytest.MonkeyPatch) -> None:
         except Rejected as error:
             bury(aside, part.rows, part.destination, "rejected", str(error))
 
-    patch.setattr(Storing, "store", all_or_nothing)
+    patch.setattr(Storing, "deliver", all_or_nothing)
 
 
 def a_rejected_message_below_the_watermark(patch: pytest.MonkeyPatch) -> None:

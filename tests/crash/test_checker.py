@@ -97,7 +97,7 @@ def at_most_once_and_a_crash(world: World) -> None:
 
 def at_most_once_and_a_pause_before_the_store(world: World) -> None:
     world.send("metrics-0")
-    store = Storing.store
+    deliver = Storing.deliver
     paused: list[bool] = []
 
     def after_a_pause(self: Storing, *arguments: Any) -> None:
@@ -106,9 +106,9 @@ def at_most_once_and_a_pause_before_the_store(world: World) -> None:
             world.take_over()
             world.send("metrics-0")
             world.forward()
-        store(self, *arguments)
+        deliver(self, *arguments)
 
-    world.patch.setattr(Storing, "store", after_a_pause)
+    world.patch.setattr(Storing, "deliver", after_a_pause)
     world.forward()
 
 

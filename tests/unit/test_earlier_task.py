@@ -40,7 +40,7 @@ def earlier(*found: tuple[int, str, Lane | None]) -> tuple[EarlierTask, HeldLane
     context = Context.__new__(Context)
     context.work, context.source, context.lanes = of_nothing(), Source([*found]), HeldLanes()
     one = EarlierTask(context)
-    one.look()
+    one.find_set_aside()
     return one, context.lanes
 
 
@@ -57,7 +57,6 @@ def test_what_was_attempted_is_told_by_the_id_of_its_own_shard() -> None:
         destination="mom",
         quality="at_most_once",
         rows=rows((1, 5), (1, 6), (2, 5), (2, 6), (3, 1)),
-        waits_at="mom",
     )
     (left,) = one.unattempted([part], {1: 5, 2: 0, 3: 9}, aside)
     assert left.rows["id"].to_pylist() == [6, 5, 6]
@@ -70,7 +69,7 @@ def test_what_was_attempted_is_told_by_the_id_of_its_own_shard() -> None:
 def test_a_part_of_which_nothing_is_left_is_none() -> None:
     one, _ = earlier()
     aside = SetAside(work=Work.__new__(Work))
-    part = Part(destination="mom", quality="at_most_once", rows=rows((1, 5)), waits_at="mom")
+    part = Part(destination="mom", quality="at_most_once", rows=rows((1, 5)))
     assert one.unattempted([part], {1: 5}, aside) == []
     assert one.unattempted([part], {1: 4}, aside) == [part]
 

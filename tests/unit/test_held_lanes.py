@@ -21,8 +21,8 @@ SERVICE = Lane(destination="mom", kind=Kind.SERVICE, subject="billing")
 def test_a_lane_that_the_batch_itself_has_filled_stays_held() -> None:
     """Else what comes after these messages in the batch would be sent before them."""
     lanes = HeldLanes(held={MAIN: "down", RETRY: "down"}, ahead={MAIN})
-    lanes.open(MAIN)
-    lanes.open(RETRY)
+    lanes.emptied(MAIN)
+    lanes.emptied(RETRY)
     assert lanes.held == {MAIN: "down"}
 
 
@@ -36,8 +36,8 @@ def test_while_a_replay_waits_no_lane_of_its_destination_opens() -> None:
     other = Lane(destination="other")
     lanes = HeldLanes(held={other: "down"})
     lanes.hold(REPLAY, "sent again")
-    lanes.open(MAIN)
-    lanes.open(other)
+    lanes.emptied(MAIN)
+    lanes.emptied(other)
     assert set(lanes.held) == {REPLAY, MAIN}
 
 
@@ -55,7 +55,7 @@ def test_services_that_wait_are_those_of_one_destination_and_of_their_kind() -> 
 
 def of_ids(*ids: int) -> Part:
     rows = pa.table({"id": pa.array(ids, pa.int64())})
-    return Part(destination="mom", quality="exactly_once", rows=rows, waits_at="mom")
+    return Part(destination="mom", quality="exactly_once", rows=rows)
 
 
 def aside() -> SetAside:

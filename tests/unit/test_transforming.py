@@ -63,7 +63,7 @@ def transforming(
 
 
 def sent(one: Transforming, some: pa.Table) -> list[tuple[int, bytes]]:
-    one.look(some, None)
+    one.read_results(some, None)
     out = one.outputs(some)
     return list(zip(out["id"].to_pylist(), out["body"].to_pylist(), strict=True))
 
@@ -87,7 +87,7 @@ def test_results_that_are_not_in_their_order_leave_nothing_out() -> None:
     for given in ([*made, END], [made[0], END, made[1]]):
         one = transforming(results(*given, of_each=1))
         with pytest.raises(Unavailable, match=r"order|after the last"):
-            one.look(rows(1, 2, 3), None)
+            one.read_results(rows(1, 2, 3), None)
 
 
 @pytest.mark.parametrize("broken", [True, False])
@@ -101,7 +101,7 @@ def test_results_that_end_too_early_leave_nothing_out(broken: bool) -> None:
 
     one = transforming(unbroken(given()))
     with pytest.raises(Unavailable):
-        one.look(rows(1, 2), None)
+        one.read_results(rows(1, 2), None)
 
 
 UNFIT_HEADERS = (
@@ -132,7 +132,7 @@ def test_a_result_that_cannot_be_sent_makes_a_dead_letter_of_its_message_alone(
     bad = [{"id": 2, **one} for one in made]
     one = transforming(results({"id": 1, "body": b"1"}, *bad, {"id": 3, "body": b"3"}, END))
     some, aside = rows(1, 2, 3), SetAside(work=None)  # type: ignore[arg-type] # nothing is written
-    one.look(some, None)
+    one.read_results(some, None)
     left = one.bury_at_fault(some, aside)
     assert one.outputs(left)["body"].to_pylist() == [b"1", b"3"]
     ((buried, _, reason, error),) = aside.dead
@@ -152,7 +152,7 @@ def test_headers_of_any_form_are_sent_on_one_line_and_say_nothing_of_who_was_ver
     made = [{"id": n, "body": b"1", "headers": one} for n, one in enumerate(texts, 1)]
     one = transforming(results(*made, END), gives=["body", "headers"])
     some = rows(*range(1, len(made) + 1))
-    one.look(some, None)
+    one.read_results(some, None)
     going = vouched(one.outputs(some), UUID(int=7), None)
     assert going["headers"].to_pylist() == [*texts.values()]
     written = lines(going, UUID(int=7)).to_pylist()
@@ -192,7 +192,7 @@ def test_what_is_kept_counts_and_what_is_new_is_kept_with_what_is_left_out() -> 
     made = [{"id": n, "body": b"%d" % n} for n in (1, 2, 4)]
     one = transforming(results(*made, END), not_deterministic=["billing"])
     some = rows(1, 2, 3, 4)
-    one.look(some, source)
+    one.read_results(some, source)
     one.keep(some, source)
     out = one.outputs(some)
     assert list(zip(*(out[name].to_pylist() for name in ("id", "key", "body")), strict=True)) == [
@@ -211,7 +211,7 @@ def test_a_message_with_kept_results_is_no_dead_letter_whatever_a_transform_make
     source.kept = {1: [(1, None, None, None, None, b"kept")]}
     one = transforming(results({"id": 1, "body": None}, END), not_deterministic=["billing"])
     some, aside = rows(1), SetAside(work=None)  # type: ignore[arg-type] # nothing is written
-    one.look(some, source)
+    one.read_results(some, source)
     assert one.outputs(one.bury_at_fault(some, aside))["body"].to_pylist() == [b"kept"]
     assert aside.dead == []
 

@@ -18,11 +18,9 @@ from starlette.responses import Response
 
 from saf.errors import UsageError
 from saf.operating.decide import Decision
-from saf.setaside import staying
 from saf.setaside.dead import REASONS
 from saf.setaside.lane import Kind
-from saf.setaside.selection import DeadLetters, ParkedMessages, Selection
-from saf.setaside.staying import Counted
+from saf.setaside.selection import Counted, DeadLetters, ParkedMessages, Selection, staying_in_words
 from saf.ui.fields import moment_of, number_of
 from saf.ui.site import Visit
 
@@ -94,7 +92,7 @@ class SetAside:
             decision=decision,
             words=self.words,
             counts={name: counted for name, counted in counts.items() if counted.messages},
-            stays=staying.in_words(counted.stays for counted in counts.values()),
+            stays=staying_in_words(counted.stays for counted in counts.values()),
             errors=answers.errors,
             fields=self._fields(visit)
             | {"action": decision.action, "to": decision.to}

@@ -209,7 +209,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a driver that has slept gives up tasks that have slept too",
-        "saf/forwarding/vigil.py",
+        "saf/forwarding/runner.py",
         "            self._awake_since = self._heard_at = now\n",
         "",
         f"{VIGIL}::test_what_the_driver_has_slept_through_counts_for_nothing_and_then_a_silence_counts",
@@ -418,7 +418,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the second half of what was rejected in part is not stored",
-        STORING,
+        SORTING,
         "for cut in ((0, half), (half,))",
         "for cut in ((0, half),)",
         REJECTED,
@@ -426,7 +426,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "neighbours of an unknown service wait with it",
         STORING,
-        "return [replace(part, rows=rest)] if rest.num_rows else []",
+        "return [rest] if rest.rows.num_rows else []",
         "return []",
         UNKNOWN,
     ),
@@ -492,9 +492,9 @@ MUTANTS: list[Mutant] = [
     mutant(
         "messages that wait for a service count as delivered",
         STORING,
-        "        rest = inputs_of(part.rows, refused, but=True)\n",
-        "        self.context.receipts.delivered(part.destination or '', refused)\n"
-        "        rest = inputs_of(part.rows, refused, but=True)\n",
+        "        rest = part.but(refused.rows)\n",
+        "        self.context.receipts.delivered(part.destination, refused.rows)\n"
+        "        rest = part.but(refused.rows)\n",
         COUNTED,
     ),
     mutant(

@@ -91,8 +91,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what has expired goes to a destination that did not say whether it has it",
         "saf/engine/storing.py",
-        "            if isinstance(marks.error, REFUSES):\n"
-        "                self._wait(part, set_aside, marks)\n",
+        "                if isinstance(answer.error, REFUSES):\n"
+        "                    self._wait(part, set_aside, answer)\n",
         "",
         "contract/test_expired_in_lanes.py::"
         "test_what_has_expired_waits_while_its_destination_does_not_say_whether_it_has_it",
@@ -100,7 +100,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is sent again does not say for which service it has no route",
         "saf/engine/parked_lanes.py",
-        "obstacle(self._left.get(lane, lane))",
+        "obstacle(left.get(lane, lane))",
         "obstacle(lane)",
         "contract/test_lanes_in_order.py::"
         "test_what_is_retried_says_for_which_service_it_has_no_way",
@@ -108,8 +108,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the problem of a router is not told of what is sent again",
         "saf/engine/parked_lanes.py",
-        "        self._note_left(resolution.waiting)\n",
-        "",
+        "(resolution.waiting, routed.filter(pc.invert(routable)))",
+        "(None, routed.filter(pc.invert(routable)))",
         "contract/test_lanes_in_order.py::"
         "test_what_is_retried_says_for_which_service_it_has_no_way",
     ),
@@ -429,7 +429,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was set aside before a crash is sent as well",
         "saf/engine/task.py",
-        "                self.earlier.look()\n",
+        "                self.earlier.find_set_aside()\n",
         "",
         f"{ONCE}::test_what_is_a_dead_letter_already_is_not_delivered_as_well_after_a_crash",
     ),
@@ -458,8 +458,8 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what expires in a lane is dead although its destination has stored it",
-        RELEASING,
-        "            never = self.storing.not_stored(part, never, set_aside)\n",
+        "saf/engine/storing.py",
+        "            expired = answer\n",
         "            pass\n",
         "contract/test_expired_in_lanes.py::"
         "test_what_is_stored_already_is_not_dead_because_its_answer_got_lost",

@@ -91,8 +91,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a task that has lost its session goes on with what it has read",
         "saf/engine/parked_lanes.py",
-        "if self.context.source.let_slip():",
-        "if self.context.source.let_slip() and self.over:",
+        "if self.context.source.has_let_slip():",
+        "if self.context.source.has_let_slip() and self.over:",
         f"{DECIDED}::test_a_task_that_loses_its_session_leaves_alone_what_was_decided_meanwhile",
     ),
     mutant(
