@@ -24,7 +24,7 @@ from saf.database import pinned
 from saf.database.patience import shut, sockets_to
 from saf.errors import ConfigurationError, MissingExtra, SafError
 from saf.spark import java
-from saf.spark.identity import address, java_options, log_in
+from saf.spark.java import address, java_options, log_in
 from saf.spark.master import reach, refuse_connect
 
 if TYPE_CHECKING:

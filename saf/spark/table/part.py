@@ -5,7 +5,7 @@ is a text, and holds nothing at the source: no transaction, no lock. A row that 
 it, and rows never change. So each partition, whenever and however often its task runs, reads the
 same rows; rows committed later are not among them (see `saf.log.cursor`). Reading changes nothing,
 so a task may be retried, or run twice. A stream's partitions lie between two of its offsets instead
-(see `saf.spark.table.followed`); `storage` records the files for them.
+(see `saf.spark.table.stream`); `storage` records the files for them.
 
 Only a purge removes rows: it empties a whole slot of the ring by giving the slot a new file. So the
 files are recorded with the snapshot, while a lock keeps purges out. A task takes the same lock, and
@@ -32,7 +32,6 @@ import psycopg
 import pyarrow as pa
 from psycopg import sql
 from pyspark.sql.datasource import InputPartition
-from pyspark.sql.types import StructType
 
 from saf.broker import health
 from saf.database import Dsn, bulk, check_schema, fetch, unavailable_if_lost
@@ -40,13 +39,12 @@ from saf.engine.source import NotInWindows, bounded, given, in_order, reading
 from saf.engine.survey import WINDOW_BYTES, NotSurveyed, Window, survey
 from saf.errors import PurgedMeanwhile
 from saf.limits import KEPT
-from saf.log.columns import MORE, MORE_THAN_COMMON, UNCOMMON, completed
+from saf.log.columns import completed
 from saf.log.cursor import Batch
 from saf.log.offset import BEGINNING, shows_all_of
 from saf.log.ring import SLOTS
 from saf.log.side import KEEP_UNPURGED
-from saf.spark.table import fields
-from saf.spark.table.filters import Condition
+from saf.spark.table.query import Query, shaped
 
 DEEP_BYTES = 4 * WINDOW_BYTES
 """Log size above which rows are read in windows (see `saf.engine.source`), not sorted at the
@@ -72,8 +70,6 @@ COMMITTED = """
 SELECT shard, done::text FROM saf.cursor
 WHERE subscription_id = {subscription_id} AND shard IN ({shards})
 """
-
-ROWS = "SELECT {columns} FROM ({rows}) AS message WHERE {conditions}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,49 +127,6 @@ class Part(InputPartition):
     """Storage identifier of each slot at the time of the snapshot."""
     deep: bool
     """True if the log is too large to sort its rows at the source."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Query:
-    """The query for each partition."""
-
-    asked: StructType
-    conditions: tuple[Condition, ...] = ()
-
-    @property
-    def names(self) -> list[str]:
-        """The log's columns that the query returns, including the id."""
-        return fields.columns_read(self.asked, ())
-
-    @property
-    def has_seldom(self) -> bool:
-        """True if the query returns columns that most messages lack."""
-        return not UNCOMMON.keys().isdisjoint(self.names)
-
-    def columns(self, *, kept: bool, common: bool = False) -> list[str | sql.Composable]:
-        """Return the log's columns to read; ``common``: see `saf.log.columns.common`."""
-        others = (condition.column for condition in self.conditions)
-        names = fields.columns_read(self.asked, others)
-        if not common:
-            return fields.at_source(names, kept=kept)
-        common_names = [name for name in names if name not in UNCOMMON]
-        return [*fields.at_source(common_names, kept=kept), MORE_THAN_COMMON]
-
-    def of(self, rows: str, *, common: bool = False) -> str:
-        """Return the whole query around ``rows``, a query for its `columns`."""
-        names = self.names
-        if common:
-            names = [*(name for name in names if name not in UNCOMMON), MORE]
-        conditions = " AND ".join(["true", *(condition.text for condition in self.conditions)])
-        return (
-            sql.SQL(ROWS)
-            .format(
-                columns=sql.SQL(", ").join(map(sql.Identifier, names)),
-                rows=sql.SQL(rows),
-                conditions=sql.SQL(conditions),
-            )
-            .as_string(None)
-        )
 
 
 def take(
@@ -234,7 +187,7 @@ def read(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
         Unavailable: the database does not answer, or stops answering.
     """
     for rows in _rows(part, query):
-        yield fields.shaped(rows, query.asked, part.broker)
+        yield shaped(rows, query.asked, part.broker)
 
 
 def _rows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
