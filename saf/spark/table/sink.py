@@ -209,7 +209,7 @@ def _written(messages: Messages) -> list[Written]:
 
 
 class Copy:
-    """Rows that one attempt of a task stages by COPY. Leaving the block commits, unless it raises."""
+    """Rows staged by one attempt of a task. Leaving the block commits; an error rolls back."""
 
     def __init__(self, what: str, dsn: Dsn, *, stream: bool = False) -> None:
         self._what = what
