@@ -48,7 +48,7 @@ VERIFIED_FROM, CLAIMED_FROM = f"{RESERVED_HEADER}verified-from", f"{RESERVED_HEA
 made under that name; see `saf.engine.storing`."""
 SIGNATURE, LINEAGE = f"{RESERVED_HEADER}signature", f"{RESERVED_HEADER}lineage"
 """The sender's signature (`saf.signing.signer`), and the incarnations of its broker that an end of
-a dialog has had (`saf.dialogs.lineage`)."""
+a dialog has had (`saf.dialogs.facts`)."""
 
 HEADERS = json.JSONEncoder(allow_nan=False).encode
 

@@ -37,6 +37,7 @@ from uuid import UUID, uuid4
 
 from saf.database import the_row
 from saf.dialogs.contracts import RESERVED, Contract
+from saf.dialogs.facts import State
 from saf.dialogs.statements import (
     BEGIN,
     END,
@@ -58,7 +59,6 @@ from saf.dialogs.statements import (
     Code,
     Saying,
 )
-from saf.dialogs.states import State
 from saf.errors import (
     DialogElsewhere,
     DialogEnded,

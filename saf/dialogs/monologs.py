@@ -1,6 +1,6 @@
 """Gaps in monologs: an Error replaces messages that are lost for good, so no gap is silent.
 
-Subscribers do not answer a monolog, so its ends cannot compare (`saf.dialogs.comparing`). But a
+Subscribers do not answer a monolog, so its ends cannot compare (`saf.dialogs.set_back`). But a
 repair is connected to both sides, and queries a destination's inbox for the progress of each
 monolog (`received_monologs`).
 
@@ -253,7 +253,7 @@ def publisher_set_back(
 
     Args:
         connection: to the publishers' broker.
-        since: as for `saf.dialogs.comparing.announce`; None: end only monologs with more messages
+        since: as for `saf.dialogs.set_back.announce`; None: end only monologs with more messages
             received than sent.
         known: the destinations' progress in this broker's monologs.
     """

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from saf.dialogs.contracts import DEFINITION, RESERVED
-from saf.dialogs.lineage import HEADER as LINEAGE
+from saf.message import LINEAGE
 
 END, ERROR, TIMER = f"{RESERVED}end-dialog", f"{RESERVED}error", f"{RESERVED}dialog-timer"
 """Types of saf's own messages."""
