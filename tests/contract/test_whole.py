@@ -483,19 +483,14 @@ def test_where_array_nulls_is_off_many_messages_are_sent_as_they_are(
 
 
 async def send_by_asyncpg(dsn: Dsn, messages: list[Message]) -> None:
-    parts = psycopg.conninfo.conninfo_to_dict(dsn.conninfo)
-    parts["database"] = parts.pop("dbname")
-    connection = await asyncpg.connect(
-        **{name: parts[name] for name in ("host", "port", "user", "database") if name in parts}
-    )
+    place = {name: dsn.parts[name] for name in ("host", "port", "user") if name in dsn.parts}
+    connection = await asyncpg.connect(database=dsn.database, **place)
     async with connection.transaction():
         await Outbox().asend_many(connection, messages)
     await connection.close()
 
 
-def test_where_array_nulls_is_off_messages_are_forwarded_and_received(
-    app: Dsn, mom: Dsn, tmp_path: Path
-) -> None:
+def test_where_array_nulls_is_off_messages_are_forwarded_and_received(app: Dsn, mom: Dsn) -> None:
     for dsn in (app, mom):
         execute(dsn, f"ALTER DATABASE {dsn.database} SET array_nulls = off")
     with connect(mom) as connection:
