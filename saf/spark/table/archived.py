@@ -36,10 +36,9 @@ from pyspark.sql.datasource import InputPartition
 from saf.database import fetch
 from saf.destinations.kinds import table_at
 from saf.errors import ConfigurationError, MissingExtra, Unavailable
-from saf.log.archive import pieces
+from saf.log.archive import WHOSE, pieces
 from saf.log.columns import plain
 from saf.log.ring import SIZES, SLOTS
-from saf.log.slot_rows import WHOSE
 from saf.spark.table.query import Condition, Query, shaped
 
 if TYPE_CHECKING:
