@@ -116,7 +116,7 @@ def check_schema(log: str, asked: StructType) -> None:
                 f"{', '.join(known)}"
             )
         types = known[field.name]
-        if not any(_same(field.dataType, type_) for type_ in types):
+        if not any(same_type(field.dataType, type_) for type_ in types):
             raise ConfigurationError(
                 f"the column {field.name!r} of an {log} is a "
                 f"{' or a '.join(type_.simpleString() for type_ in types)}, and not a "
@@ -136,7 +136,8 @@ def _types(log: str) -> dict[str, tuple[DataType, ...]]:
     return types
 
 
-def _same(first: DataType, other: DataType) -> bool:
+def same_type(first: DataType, other: DataType) -> bool:
+    """Return whether two types are the same, whatever may be NULL in a map."""
     if isinstance(first, MapType) and isinstance(other, MapType):
         return first.keyType == other.keyType and first.valueType == other.valueType
     return first == other

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 from uuid import uuid4
 
@@ -232,47 +231,38 @@ class Copy:
         """
         if not rows.num_rows:
             return
-        if self.attempt is None:
-            self._begin()
+        connection = self._connection = self._connection or self._begun()
         assert self.attempt is not None  # noqa: S101 - begun
         ready = outgoing.staged(rows, self.attempt, self.messages, may_be_late=self._stream)
-        try:
-            assert self._connection is not None  # noqa: S101 - begun
-            with self._connection.cursor() as cursor:
-                cursor.adbc_ingest("staged", ready, mode="append", db_schema_name="saf")
-        except (adbc.Error, OSError) as error:
-            raise self._translated(error) from None
+        with self._errors(), connection.cursor() as cursor:
+            cursor.adbc_ingest("staged", ready, mode="append", db_schema_name="saf")
         self.messages += rows.num_rows
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        connection, self._connection = self._connection, None
-        if connection is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._connection is None:
             return
         try:
             if kind is None:
-                connection.commit()
-        except (adbc.Error, OSError) as lost:
-            raise self._translated(lost) from None
+                with self._errors():
+                    self._connection.commit()
         finally:
-            connections.drop(connection)
+            connections.drop(self._connection)
 
-    def _begin(self) -> None:
+    def _begun(self) -> bulk.Connection:
         with (
             unavailable_if_lost(self._what),
             self._dsn.connect(role="sink", autocommit=True) as connection,
         ):
             check_schema(connection)
             self.attempt = staging.begin(connection)
-        try:
-            self._connection = bulk.connect(self._dsn, "sink", self._what)
-        except (adbc.Error, OSError) as error:
-            raise self._translated(error) from None
+        with self._errors():
+            return bulk.connect(self._dsn, "sink", self._what)
 
-    def _translated(self, error: BaseException) -> Exception:
-        state = getattr(error, "sqlstate", None)
-        return translated(self._what, state, self._dsn.redact(str(error)))
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Translate errors of ADBC."""
+        try:
+            yield
+        except (adbc.Error, OSError) as error:
+            state = getattr(error, "sqlstate", None)
+            raise translated(self._what, state, self._dsn.redact(str(error))) from None
