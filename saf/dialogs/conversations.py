@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import psycopg
-from psycopg.rows import class_row
 
-from saf.database import fetch, of_broker
+from saf.database import fetch, of_broker, records
 from saf.database.pages import Page, foreign, page_of
 from saf.dialogs.dialog import open_dialog
 from saf.dialogs.facts import State
@@ -288,8 +287,7 @@ def exchange(
     shard = shard_of(str(conversation_id), shards)
     with connection.transaction():
         connection.execute(BY_INDEX)
-        with psycopg.Cursor(connection, row_factory=class_row(Spoken)) as cursor:
-            found = cursor.execute(SPOKEN, {**params, "shard": shard, "limit": limit}).fetchall()
+        found = records(connection, Spoken, SPOKEN, {**params, "shard": shard, "limit": limit})
     return Exchange(ends=tuple(ends), messages=tuple(sorted(found, key=lambda entry: entry.at)))
 
 

@@ -61,7 +61,7 @@ FROM generate_series(0, {SLOTS - 1}) AS slot
 STORAGE = f"SELECT {KEPT}, ({FILES})"
 
 NOW = f"""
-SELECT pg_current_snapshot()::text, (SELECT shards FROM saf.broker), {KEPT}, ({FILES}),
+SELECT pg_current_snapshot()::text, (SELECT shards FROM saf.broker),
        (SELECT sum(pg_table_size(('saf.{{log}}_' || slot)::regclass))
         FROM generate_series(0, {SLOTS - 1}) AS slot) >= {DEEP_BYTES}
 """
@@ -73,6 +73,16 @@ WHERE subscription_id = {subscription_id} AND shard IN ({shards})
 
 
 @dataclass(frozen=True, kw_only=True)
+class Storage:
+    """A log's tables; see `storage`."""
+
+    kept: bool
+    """True if the log's constraint holds for all rows; see `saf.limits.KEPT`."""
+    files: tuple[int, ...]
+    """Identifier of each slot's file."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """A log at one moment."""
 
@@ -81,10 +91,7 @@ class Snapshot:
     """pg_snapshot as text."""
     shards: int
     """The broker's number of shards."""
-    kept: bool
-    """True if the log's constraint holds for all rows; see `saf.limits.KEPT`."""
-    files: tuple[int, ...]
-    """Storage identifier of each slot."""
+    storage: Storage
     deep: bool
 
     def batch(self, shards: list[int]) -> Batch:
@@ -103,14 +110,6 @@ class Snapshot:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Storage:
-    """Facts about a log's tables that a task needs."""
-
-    kept: bool
-    files: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Part(InputPartition):
     """Everything that one task needs. Spark passes it to that task only, and never shows it."""
@@ -121,10 +120,8 @@ class Part(InputPartition):
     """The broker's name in saf.toml, or the place of its dsn."""
     dsn: Dsn
     batch: Batch
-    kept: bool
-    """True if the log's constraint holds for all rows; see `saf.limits.KEPT`."""
-    files: tuple[int, ...]
-    """Storage identifier of each slot at the time of the snapshot."""
+    storage: Storage
+    """As at the time of the snapshot."""
     deep: bool
     """True if the log is too large to sort its rows at the source."""
 
@@ -147,19 +144,12 @@ def take(
     with unavailable_if_lost(what), dsn.connect(role="read") as connection:
         connection.read_only = True
         check(connection, log)
-        connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
-        ((snapshot, shards, kept, files, deep),) = fetch(connection, NOW.format(log=log).encode())
+        stored = storage(connection, log)
+        ((snapshot, shards, deep),) = fetch(connection, NOW.format(log=log).encode())
         if meanwhile is not None:
             meanwhile(connection)
         connection.rollback()
-    return Snapshot(
-        log=log,
-        snapshot=snapshot,
-        shards=shards,
-        kept=bool(kept),
-        files=tuple(files),
-        deep=bool(deep),
-    )
+    return Snapshot(log=log, snapshot=snapshot, shards=shards, storage=stored, deep=bool(deep))
 
 
 def storage(connection: psycopg.Connection[Any], log: str) -> Storage:
@@ -202,14 +192,14 @@ def _rows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
         else:
             return
     with _unpurged(part) as cursor:
-        sorted_ = f"{query.of(rest.rows(query.columns(kept=part.kept)))} ORDER BY id"
+        sorted_ = f"{query.of(rest.rows(query.columns(kept=part.storage.kept)))} ORDER BY id"
         yield from given(cursor, sorted_)
 
 
 def _in_windows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
     batch, common = part.batch, query.has_seldom
-    columns = query.columns(kept=part.kept)
-    few = query.columns(kept=part.kept, common=True)
+    columns = query.columns(kept=part.storage.kept)
+    few = query.columns(kept=part.storage.kept, common=True)
     with _unpurged(part) as cursor:
 
         def within(window: Window) -> Iterable[pa.RecordBatch]:
@@ -239,7 +229,7 @@ def _unpurged(part: Part) -> Iterator[bulk.BulkCursor]:
         ((files,),) = cursor.fetchall()
         purged = [
             slot
-            for slot, (now, before) in enumerate(zip(files, part.files, strict=True))
+            for slot, (now, before) in enumerate(zip(files, part.storage.files, strict=True))
             if now != before
         ]
         if purged and not _keeps(cursor, part.batch):

@@ -135,8 +135,7 @@ class Scan(DataSourceReader):
                 broker=broker,
                 dsn=dsn,
                 batch=batch,
-                kept=now.kept,
-                files=now.files,
+                storage=now.storage,
                 # a few shards of many are found by the index
                 deep=now.deep and len(shards) == now.shards,
             )

@@ -150,8 +150,7 @@ class Followed:
                     broker=self.name,
                     dsn=self.dsn,
                     batch=batch,
-                    kept=storage.kept,
-                    files=storage.files,
+                    storage=storage,
                     deep=deep,
                 )
                 for batch in rows.split(number)
