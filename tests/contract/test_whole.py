@@ -440,7 +440,7 @@ def test_no_file_that_people_copy_logs_in_as_saf() -> None:
 def optional(number: int) -> Message:
     """A message with some of its optional columns; 0 and 127 have none and all."""
     later = datetime.now(UTC) + timedelta(days=1)
-    given = {
+    given: dict[str, Any] = {
         "key": "NULL",
         "message_type": "null",
         "from_service": "shop",
