@@ -32,8 +32,8 @@ from saf.dialogs.conversations import (
     place_at,
 )
 from saf.dialogs.dialog import open_dialog
-from saf.dialogs.facts import State
 from saf.dialogs.set_back import compare_all
+from saf.dialogs.statements import State
 from saf.errors import DialogNotFound, UsageError
 from saf.operating.wording import at
 

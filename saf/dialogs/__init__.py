@@ -4,7 +4,8 @@ The ideas and the words are those of SQL Server Service Broker. Messages of a co
 like all others, through outbox, forwarder and inbox; this package adds the conversation's two ends.
 
     dialog      sending, ending and failing, by the application at its end
-    facts       the state of an end, the messages that it takes, and its lineage
+    statements  what an end writes, and its states
+    facts       the messages that an end takes from the other end, and its lineage
     arrival     the same for all messages that are received together
     endpoints   the rows of the ends, locked and written together
     monologs    what the subscribers of a monolog get when one end was set back

@@ -26,8 +26,7 @@ import psycopg
 from saf.database import fetch, of_broker, records
 from saf.database.pages import Page, foreign, page_of
 from saf.dialogs.dialog import open_dialog
-from saf.dialogs.facts import State
-from saf.dialogs.statements import Code
+from saf.dialogs.statements import Code, State
 from saf.errors import DialogNotFound, UsageError
 from saf.log.cursor import BY_INDEX
 from saf.log.shards import shard_expression, shard_of

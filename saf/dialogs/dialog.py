@@ -37,7 +37,6 @@ from uuid import UUID, uuid4
 
 from saf.database import the_row
 from saf.dialogs.contracts import RESERVED, Contract
-from saf.dialogs.facts import State
 from saf.dialogs.statements import (
     BEGIN,
     END,
@@ -58,6 +57,7 @@ from saf.dialogs.statements import (
     WHY_NOT,
     Code,
     Saying,
+    State,
 )
 from saf.errors import (
     DialogElsewhere,
