@@ -134,7 +134,7 @@ def settle(connection: sa.Connection, asked: int | None) -> int:
     if found and asked and found != asked:
         raise ConfigurationError(
             f"database {database!r} has {found} shards, fixed by its first migration: "
-            f"leave shards={asked} away, or migrate a new database"
+            f"omit shards={asked}, or migrate a new database"
         )
     return int(found or asked or DEFAULT_SHARDS)
 

@@ -20,7 +20,10 @@ from saf.errors import ConfigurationError
 app = typer.Typer(no_args_is_help=True, help="Contracts of dialogs, and their message types.")
 
 File = Annotated[
-    Path, typer.Argument(help="TOML with [[message_types]] and [[contracts]]; see the docs.")
+    Path,
+    typer.Argument(
+        help="TOML with [[message_types]] and [[contracts]]; see docs/conversations.md."
+    ),
 ]
 
 TYPES = Table[dict[str, object]](

@@ -26,11 +26,13 @@ app = typer.Typer(no_args_is_help=True, help="Messages that need an operator's d
 
 
 Reason = Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONS)}.")]
-Destination = Annotated[str | None, typer.Option(help="Only those for this destination.")]
+Destination = Annotated[str | None, typer.Option(help="Only messages for this destination.")]
 Subscription = Annotated[
-    str | None, typer.Option(help="Only those of this one: forwarder, or a receivers'.")
+    str | None, typer.Option(help="Only dead letters of this subscription, such as forwarder.")
 ]
-Error = Annotated[str | None, typer.Option(help="Only those whose error has this text in it.")]
+Error = Annotated[
+    str | None, typer.Option(help="Only dead letters whose error contains this text.")
+]
 
 
 def _selection(*, ids: list[int] | None, **criteria: Any) -> DeadLetters:
@@ -114,7 +116,9 @@ def audit_(
 @app.command()
 @grouped
 def show(
-    number: Annotated[int, typer.Argument(max=GREATEST, help="As `saf dead list` shows it.")],
+    number: Annotated[
+        int, typer.Argument(max=GREATEST, help="Number, as `saf dead list` shows it.")
+    ],
     *,
     round_: Brokers,
 ) -> None:

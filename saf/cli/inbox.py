@@ -97,7 +97,7 @@ def status(config: Config = None, broker: Store = None, as_json: AsJson = False)
 
 @app.command()
 def peek(
-    subscription: Annotated[str, typer.Argument(help="Whose messages.")],
+    subscription: Annotated[str, typer.Argument(help="Subscription whose messages are shown.")],
     config: Config = None,
     broker: Store = None,
     limit: Limit = 20,

@@ -19,7 +19,8 @@ from saf.operating.wording import age, at
 @grouped
 def command(
     subscription: Annotated[
-        str | None, typer.Option(help="Only this one, of either log. Default: all.")
+        str | None,
+        typer.Option(help="Only subscriptions of this name, of either log. Default: all."),
     ] = None,
     *,
     round_: Everywhere,

@@ -22,23 +22,26 @@ from saf.operating.wording import at, counted
 
 @grouped
 def command(
-    message_id: Annotated[UUID, typer.Argument(help="As `saf outbox list` or a handler has it.")],
+    message_id: Annotated[
+        UUID,
+        typer.Argument(help="Message id, as `saf outbox list` shows it, or `message.message_id`."),
+    ],
     *,
     key: Annotated[
         str | None,
-        typer.Option(help="Of the message: only its shard is looked through. Default: any."),
+        typer.Option(help="Key of the message, so that only its shard is searched. Default: any."),
     ] = None,
     sent: Annotated[
         datetime | None,
         typer.Option(
             parser=moment,
             metavar="TIME",
-            help="About when it was sent: it is looked for there first.",
+            help="Approximate time at which it was sent: the search begins there.",
         ),
     ] = None,
     round_: Everywhere,
     timeout: Annotated[
-        float, typer.Option(min=0.01, help="Of looking for it at a broker, in seconds.")
+        float, typer.Option(min=0.01, help="Seconds to search at each broker.")
     ] = journey.SECONDS,
     as_json: AsJson = False,
 ) -> None:

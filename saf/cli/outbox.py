@@ -30,11 +30,11 @@ app = typer.Typer(no_args_is_help=True, help="The messages that were sent, and h
 
 State = Annotated[str | None, typer.Option(help=f"One of {', '.join(STATES)}. Default: all.")]
 Timeout = Annotated[
-    float, typer.Option(min=0.1, metavar="SECONDS", help="How long a statement may take.")
+    float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit for a statement.")
 ]
 Key = Annotated[
     str | None,
-    typer.Option(help="Only messages with this key. The key gives the shard: a quick search."),
+    typer.Option(help="Only messages with this key; such a search is quick."),
 ]
 
 SENT = Table[Sent](
@@ -53,11 +53,13 @@ def list_(
     *,
     round_: Brokers,
     state: State = None,
-    service: Annotated[str | None, typer.Option(help="Only those for this service.")] = None,
+    service: Annotated[str | None, typer.Option(help="Only messages for this service.")] = None,
     key: Key = None,
     since: Since = None,
     until: Until = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Per broker, at most.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Messages per broker, at most.")
+    ] = 100,
     after: After = None,
     timeout: Timeout = SECONDS,
     as_json: AsJson = False,
@@ -86,15 +88,15 @@ def list_(
 @grouped
 def show(
     which: Annotated[
-        str, typer.Argument(metavar="ID", help="As `saf outbox list` shows it, or a message id.")
+        str, typer.Argument(metavar="ID", help="Id, as `saf outbox list` shows it, or message id.")
     ],
     *,
     round_: Brokers,
     key: Annotated[
-        str | None, typer.Option(help="Of the message: a message id is found sooner with it.")
+        str | None, typer.Option(help="Key of the message, to find a message id sooner.")
     ] = None,
     body: Annotated[
-        bool, typer.Option("--body", help="Write its body to standard output, and nothing else.")
+        bool, typer.Option("--body", help="Write only its body to standard output.")
     ] = False,
     timeout: Timeout = SECONDS,
     as_json: AsJson = False,
@@ -130,10 +132,11 @@ def show(
 def forwarded_(
     *,
     until: Annotated[
-        datetime, typer.Option(parser=moment, metavar="TIME", help="Messages created before.")
+        datetime,
+        typer.Option(parser=moment, metavar="TIME", help="Messages created before this time."),
     ],
     round_: Brokers,
-    service: Annotated[str | None, typer.Option(help="Only those for this service.")] = None,
+    service: Annotated[str | None, typer.Option(help="Only messages for this service.")] = None,
     since: Since = None,
     timeout: Timeout = SECONDS,
     as_json: AsJson = False,

@@ -44,9 +44,11 @@ from saf.setaside.waiting import (
 app = typer.Typer(no_args_is_help=True, help="Messages that wait, and when they are tried next.")
 
 
-Subscription = Annotated[str | None, typer.Option(help="Only what this one set aside.")]
+Subscription = Annotated[
+    str | None, typer.Option(help="Only messages that this subscription set aside.")
+]
 Destination = Annotated[
-    str | None, typer.Option(help="Only messages waiting for this destination.")
+    str | None, typer.Option(help="Only messages that wait for this destination.")
 ]
 LaneKind = Annotated[Kind | None, typer.Option("--kind", help="Only lanes of this kind.")]
 Subject = Annotated[
@@ -227,11 +229,11 @@ add_decisions(
     CountFirst,
     discard="""Give parked messages up for good.
 
-    What a forwarder or a receiver has in hand stays as it is; --dry-run says what else, and why. A
-    dialog that lacks one of them fails at both ends.
+    Messages that a forwarder or a receiver has in hand stay; --dry-run shows which others stay, and
+    why. A dialog that lacks one of the discarded messages fails at both ends.
     """,
     redirect="""Send parked messages to another destination.
 
-    The forwarder does, in order. Those of receivers and of dialogs stay as they are.
+    The forwarder delivers them, in order. Messages of receivers and of dialogs stay.
     """,
 )

@@ -24,10 +24,10 @@ def command(
     since: Since = None,
     until: Until = None,
     limit: Annotated[
-        int, typer.Option(min=0, help="Messages to name at most; all are counted.")
+        int, typer.Option(min=0, help="Name at most this many messages; all are counted.")
     ] = 100,
     shards: Annotated[
-        bool, typer.Option("--shards", help="With --json: all shards, and not only different ones.")
+        bool, typer.Option("--shards", help="With --json: all shards, not only those that differ.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

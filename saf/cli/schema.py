@@ -17,7 +17,7 @@ def migrate(
         str,
         typer.Option(
             envvar="SAF_DSN",
-            help="The database: postgresql://user@host/database, or as SQLAlchemy has it, or "
+            help="The database: postgresql://user@host/database, SQLAlchemy's form of it, or "
             "'host=… dbname=…'. A password is better in the environment (PGPASSWORD, SAF_DSN) than "
             "on the command line.",
         ),
@@ -61,10 +61,10 @@ def grant(
     ],
     role: Annotated[
         list[grants.Kind] | None,
-        typer.Option(help="Duty of the login. Several: --role receiver --role writer."),
+        typer.Option(help="Duty of the login, e.g. --role receiver --role writer."),
     ] = None,
     revoke: Annotated[
-        bool, typer.Option("--revoke", help="Take away everything it may do in schema saf.")
+        bool, typer.Option("--revoke", help="Revoke all of its rights in schema saf.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the SQL and change nothing.")
@@ -79,7 +79,7 @@ def grant(
     kinds = list(dict.fromkeys(role or []))
     if kinds and revoke:
         raise ConfigurationError(
-            "--revoke removes the rights of every kind: to keep some, use --role without it"
+            "--revoke removes all rights: to keep some, use --role without --revoke"
         )
     if not kinds and not revoke:
         raise ConfigurationError(

@@ -18,7 +18,7 @@ from saf.database import Dsn, check_schema, unavailable_if_lost
 
 app = typer.Typer(no_args_is_help=True, help="Senders: which roles may send as which service.")
 
-Role = Annotated[str, typer.Argument(metavar="ROLE", help="A role of the server.")]
+Role = Annotated[str, typer.Argument(metavar="ROLE", help="An existing role of the server.")]
 Database = Annotated[
     str,
     typer.Option(
@@ -50,16 +50,18 @@ RULES = Table[senders.Sender](
 def add(
     role: Role,
     dsn: Database,
-    from_service: Annotated[str, typer.Option("--from", help="The service that it speaks for.")],
+    from_service: Annotated[
+        str, typer.Option("--from", help="The service that the role may send as.")
+    ],
     to_service: Annotated[
         list[str] | None,
-        typer.Option("--to", help="A service that it may address; several times; default: any."),
+        typer.Option("--to", help="A service that it may send to. Default: any."),
     ] = None,
     refuse_others: Annotated[
         bool,
         typer.Option(
             "--refuse-others",
-            help="Of a broker's first rule: also if other roles write, which then may not send.",
+            help="Create a broker's first rule even if other roles write, which then may not send.",
         ),
     ] = False,
 ) -> None:
@@ -97,22 +99,22 @@ def remove(
     role: Role,
     dsn: Database,
     from_service: Annotated[
-        str | None, typer.Option("--from", help="Only the rules to speak for this service.")
+        str | None, typer.Option("--from", help="Only rules to send as this service.")
     ] = None,
     to_service: Annotated[
-        list[str] | None, typer.Option("--to", help="Only the rules to address this service.")
+        list[str] | None, typer.Option("--to", help="Only rules to send to this service.")
     ] = None,
     allow_others: Annotated[
         bool,
         typer.Option(
             "--allow-others",
-            help="Of a broker's last rule: any writer may then send as any service again.",
+            help="Remove a broker's last rule: any writer may then send as any service again.",
         ),
     ] = False,
 ) -> None:
     """Remove rules of a role.
 
-    Without --from and --to, all of them.
+    Without --from and --to, all rules of the role.
     """
     with _connected(dsn) as (name, connection):
         removed = senders.remove_senders(

@@ -16,9 +16,9 @@ from saf.config import load
 
 app = typer.Typer(no_args_is_help=True, help="Services: what messages are addressed to.")
 
-Service = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
+Service = Annotated[str, typer.Argument(metavar="NAME", help="Name of the service.")]
 Discard = Annotated[
-    bool, typer.Option("--discard", help="Also if messages are left; they are given up.")
+    bool, typer.Option("--discard", help="Remove it even if messages are left, and discard these.")
 ]
 
 SERVICES = Table[services.Service](
@@ -31,13 +31,13 @@ SERVICES = Table[services.Service](
 @app.command()
 @grouped
 def create(
-    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Of the services.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Names of the services.")],
     *,
     refuse_others: Annotated[
         bool,
         typer.Option(
             "--refuse-others",
-            help="Of a broker's first: also if its inbox has messages for others, which then wait.",
+            help="Create a broker's first services even if its inbox has messages for others.",
         ),
     ] = False,
     round_: AtStore,

@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 Log = Literal["outbox", "inbox"]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Of the subscription.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the subscription.")]
 
 SUBSCRIPTIONS = Table[services.Subscription](
     *("subscription", "service"),
@@ -35,14 +35,14 @@ SUBSCRIPTIONS = Table[services.Subscription](
 def create(
     name: Name,
     *,
-    service: Annotated[str | None, typer.Option(help="Service whose messages it reads.")] = None,
+    service: Annotated[str | None, typer.Option(help="Service whose messages are read.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all-services", help="Instead: messages for all services.")
+        bool, typer.Option("--all-services", help="Instead: read the messages for all services.")
     ] = False,
     log: Annotated[
         Log | None,
         typer.Option(
-            "--stream", help="Instead: a stream of Spark, of everything in this log of --broker."
+            "--stream", help="Instead: register a stream of Spark that reads this log of --broker."
         ),
     ] = None,
     from_now: Annotated[

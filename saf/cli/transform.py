@@ -31,16 +31,19 @@ def _one_command() -> None:
 
 @app.command("try")
 def try_(
-    service: Annotated[str, typer.Argument(metavar="SERVICE", help="That has a transform.")],
+    service: Annotated[
+        str, typer.Argument(metavar="SERVICE", help="Service that has a transform.")
+    ],
     *,
     message: Annotated[
-        UUID | None, typer.Option(metavar="ID", help="A message of an outbox, by its message_id.")
+        UUID | None,
+        typer.Option(metavar="ID", help="Try the message of an outbox with this message id."),
     ] = None,
     body: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Of a message, instead of one of an outbox.")
+        str | None, typer.Option(metavar="TEXT", help="Instead: body of the message to try.")
     ] = None,
-    key: Annotated[str | None, typer.Option(help="Of that message. Default: it has none.")] = None,
-    message_type: Annotated[str | None, typer.Option(help="Of that message.")] = None,
+    key: Annotated[str | None, typer.Option(help="Key of that message. Default: none.")] = None,
+    message_type: Annotated[str | None, typer.Option(help="Type of that message.")] = None,
     config: Config = None,
     broker: Name = None,
     as_json: AsJson = False,

@@ -1,4 +1,4 @@
-"""Telemetry: metrics and traces of saf's programs.
+"""Telemetry: metrics, traces and the log of saf's programs.
 
 *Metrics.* `declared` names every metric, with its unit and labels; docs/metrics.md is generated
 from it. Code reports events to `process`, which ignores them unless it is switched on; so code that

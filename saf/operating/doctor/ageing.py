@@ -54,7 +54,7 @@ def dialogs_expired(patient: Patient) -> Found:
             "error",
             f"the lifetime of {counted(count, 'dialog')} of service {service!r} is over, the "
             f"longest for {age(longest)}, and no receiver has noticed: none is running",
-            f"start the consumer of {service!r}: it gets an Error for each of them",
+            f"start the consumer of {service!r}: it gets an Error for each dialog",
         )
 
 
@@ -78,7 +78,7 @@ def dialogs_blocked(patient: Patient) -> Found:
             f"subscription {name!r} has {counted(count, 'message')} of "
             f"{counted(dialogs, 'dialog')} that wait for an earlier one, the oldest for "
             f"{age(oldest)}, such as those of conversation {first}",
-            "look for the earlier one where the other end lives: saf outbox list --key "
+            "search for the earlier message at the other end's broker: saf outbox list --key "
             f"{first}, saf dead list --key {first}; {patient.command('dialog', 'compare')} lets "
             "both ends compare",
         )

@@ -158,7 +158,7 @@ def routes_by(config: Settings) -> Check:
             if route.broker is not None and instead not in (None, route.broker):
                 yield (
                     "warning",
-                    f"the route of {describe(route)} never counts: that destination is broker "
+                    f"the route of {describe(route)} is never used: that destination is broker "
                     f"{instead}",
                     _removed(patient, configured[route]),
                 )
@@ -192,7 +192,7 @@ def routes_by(config: Settings) -> Check:
 def _removed(patient: Patient, entry: Configured) -> str:
     """Return the command that removes a route; a route from saf.toml has no row to remove."""
     if entry.origin != "saf.route":
-        return "take it out of saf.toml"
+        return "remove it from saf.toml"
     return patient.command("route", "remove", *_named(entry.route))
 
 
