@@ -70,8 +70,7 @@ from saf.receiving.retries import Policy
 from saf.receiving.worker import Worker
 from saf.routing.resolved import Resolved
 from saf.routing.routes import add_route
-from saf.signing.keys import Key
-from saf.signing.signer import Signer
+from saf.signing.signer import Key, Signer
 from saf.signing.verifier import Keys
 from saf.telemetry.spans import traced
 

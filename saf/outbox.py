@@ -13,38 +13,75 @@ the error, and the business transaction fails.
 or cursor, or Django's ``connection``. Under asyncio, ``await outbox.asend(conn, …)`` takes
 SQLAlchemy's AsyncSession and AsyncConnection, psycopg's AsyncConnection, and asyncpg's Connection.
 
-`saf.sending.encoding` lists the bodies that are accepted besides bytes, str and plain JSON.
+`saf.message` lists the bodies that are accepted besides bytes, str and plain JSON.
+
+Many messages are sent by COPY, which takes half the time of an INSERT of arrays. COPY needs a
+psycopg connection beneath the caller's, and a role without active row-level security: with
+row-level security, PostgreSQL rejects COPY FROM. So a database in which `saf sender` has rules gets
+an INSERT instead. So do other drivers, asyncio, and few messages. Many large messages take several
+INSERTs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+import psycopg
+from psycopg.pq import PipelineStatus
+
 from saf.columns import SENT
+from saf.database import parameters
 from saf.errors import InvalidMessage
-from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, Message, Row, check_text, encode
+from saf.message import (
+    DEFAULT_MAX_BYTES,
+    LAST_DAY,
+    MAX_NAME,
+    Encoder,
+    Form,
+    Message,
+    Row,
+    check_text,
+    encode,
+)
 from saf.sending import asynchronous
-from saf.sending.bulk import copied, in_statements, refuse_in_parts
-from saf.sending.encoding import Encoder, Form
-from saf.transaction import Entrance
+from saf.transaction import LARGEST_STATEMENT, Entrance, refuse_in_parts
 
 if TYPE_CHECKING:
     from saf.sending.asynchronous import AsyncConn
     from saf.signing.signer import Signer
-    from saf.transaction import Conn
+    from saf.transaction import Conn, Transaction
 
 COLUMNS = ", ".join(SENT)
 INSERT = f"INSERT INTO saf.outbox ({COLUMNS}) VALUES ({{}})".format(
     ", ".join(f"CAST(%({name})s AS {type_})" for name, type_ in SENT.items())
 )
+ABSENT: dict[str, tuple[str, Callable[[Row], object]]] = {
+    **dict.fromkeys(("from_service", "key", "message_type"), ("''", lambda _: "")),
+    "to_broker": ("message_id", lambda row: row.message_id),
+    **dict.fromkeys(
+        ("deliver_at", "expires_at"), (f"'{LAST_DAY:%Y-%m-%d} UTC'", lambda _: LAST_DAY)
+    ),
+}
+"""What stands in an array for a missing value, in SQL and here: a value that no message has."""
+
 # One statement and one round trip for any number of messages. unnest keeps the arrays' order, so
-# ids rise in the order of the messages.
-INSERT_MANY = f"INSERT INTO saf.outbox ({COLUMNS}) SELECT * FROM unnest({{}})".format(
-    ", ".join(f"CAST(%({name})s AS {type_}[])" for name, type_ in SENT.items())
+# ids rise in the order of the messages. No array contains NULL: a session may have array_nulls off,
+# and then a driver's NULL is the text "NULL".
+INSERT_MANY = "INSERT INTO saf.outbox ({}) SELECT {} FROM unnest({}) AS sent ({})".format(
+    COLUMNS,
+    ", ".join(f"nullif({name}, {ABSENT[name][0]})" if name in ABSENT else name for name in SENT),
+    ", ".join(f"CAST(%({name})s AS {type_}[])" for name, type_ in SENT.items()),
+    COLUMNS,
 )
+
+MANY = 100
+"""Minimum number of messages for a COPY; fewer are sent by INSERT."""
+
+FORBIDDEN = "SELECT row_security_active('saf.outbox')"
+COPY = f"COPY saf.outbox ({', '.join(SENT)}) FROM STDIN"
 
 
 class Outbox:
@@ -54,7 +91,7 @@ class Outbox:
         max_bytes: largest accepted body.
         from_service: the sender's service name, unless a message sets its own.
         allow_autocommit: also send on a connection in autocommit.
-        encoder: the application's own JSON forms of values; see `saf.sending.encoding`.
+        encoder: the application's own JSON forms of values; see `saf.message`.
         signer: signs each message, so that a target can reject altered messages; see
             docs/security.md.
 
@@ -102,7 +139,7 @@ class Outbox:
         Args:
             conn: the caller's connection, in the transaction that the message is part of.
             service: the service that gets the message; its name has up to 255 bytes of UTF-8.
-            body: bytes, str, or any value that has a JSON form (`saf.sending.encoding`). Its
+            body: bytes, str, or any value that has a JSON form (`saf.message`). Its
                 content type goes into the headers, unless they already have one.
             key: messages with the same key stay in order, e.g. an order's number; up to 1024 bytes.
             headers: JSON values by name; names are compared without case.
@@ -168,22 +205,19 @@ class Outbox:
     def send_many(self, conn: Conn, messages: Iterable[Message]) -> list[UUID]:
         """Send messages together; return their ids in order.
 
-        They are one statement, and from 100 messages on a COPY, where `saf.sending.bulk` can; large
+        They are one statement, and from 100 messages on a COPY, where possible; large
         messages are divided among as few statements as PostgreSQL's protocol allows. All messages
         are checked before the first is written. Raises the errors of `send`; an `InvalidMessage`
         names the message at fault, as in ``messages[3].key``.
         """
         rows = self._encoded(messages)
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
-        try:
+        with self._enter.with_right(transaction):
             if rows and not copied(transaction, rows):
                 statements = in_statements(rows)
                 refuse_in_parts(transaction, statements)
                 for group in statements:
                     transaction.execute(INSERT_MANY, _columns(group))
-        except Exception as error:
-            self._enter.refuse_without_right(error, transaction)
-            raise
         return [row.message_id for row in rows]
 
     async def asend_many(self, conn: AsyncConn, messages: Iterable[Message]) -> list[UUID]:
@@ -214,12 +248,9 @@ class Outbox:
     def _execute(self, conn: Any, statement: str, *params: Mapping[str, Any]) -> None:
         transaction = self._enter(conn, allow_autocommit=self.allow_autocommit)
         refuse_in_parts(transaction, params)
-        try:
+        with self._enter.with_right(transaction):
             for row in params:
                 transaction.execute(statement, row)
-        except Exception as error:
-            self._enter.refuse_without_right(error, transaction)
-            raise
 
     async def _await(self, conn: AsyncConn, statement: str, *params: Mapping[str, Any]) -> None:
         await asynchronous.execute(
@@ -232,6 +263,46 @@ class Outbox:
         )
 
 
-def _columns(rows: list[Row]) -> dict[str, Any]:
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    return dict(zip(SENT, columns, strict=True))
+def _columns(rows: list[Row]) -> dict[str, list[Any] | None]:
+    """Return the parameters of `INSERT_MANY`; None for a column without any value."""
+    columns: dict[str, list[Any] | None] = {}
+    for name, values in zip(SENT, zip(*rows, strict=True), strict=True):
+        if None not in values:
+            columns[name] = [*values]
+        elif any(value is not None for value in values):
+            pairs = zip(rows, values, strict=True)
+            columns[name] = [ABSENT[name][1](row) if v is None else v for row, v in pairs]
+        else:
+            columns[name] = None
+    return columns
+
+
+def copied(transaction: Transaction, rows: Sequence[Row]) -> bool:
+    """Store rows in order by COPY in the caller's transaction; False if COPY is not possible."""
+    connection = transaction.below
+    if connection is None or len(rows) < MANY:
+        return False
+    if connection.pgconn.pipeline_status != PipelineStatus.OFF:
+        return False  # COPY is impossible in pipeline mode
+    # through the caller's library, which then knows that its transaction has begun
+    ((forbidden,),) = transaction.fetch(FORBIDDEN)
+    if forbidden:
+        return False
+    # a separate cursor, because the caller's may be in use
+    with psycopg.Cursor(connection) as cursor, cursor.copy(COPY) as copy:
+        for row in parameters.in_rows(connection, rows):
+            copy.write_row(row)
+    return True
+
+
+def in_statements(rows: Iterable[Row]) -> list[list[Row]]:
+    """Divide rows, in order, among as few INSERTs as a server accepts."""
+    statements: list[list[Row]] = [[]]
+    size = 0
+    for row in rows:
+        size += len(row.body) + len(row.headers)
+        if size > LARGEST_STATEMENT and statements[-1]:
+            statements.append([])
+            size = len(row.body) + len(row.headers)
+        statements[-1].append(row)
+    return statements

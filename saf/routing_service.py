@@ -61,8 +61,7 @@ from saf.transaction import enter
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
-    from saf.signing.keys import Key
-    from saf.signing.signer import Signer
+    from saf.signing.signer import Key, Signer
 
 HOPS = "saf-hops"
 """Header that counts the routing services that a message has come by."""

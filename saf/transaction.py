@@ -18,8 +18,8 @@ import re
 import shlex
 import sys
 import weakref
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,7 +37,7 @@ from saf.database import (
     require_schema,
 )
 from saf.database.dsn import unprepared
-from saf.errors import AutocommitError, ConfigurationError, RowsGone, UsageError
+from saf.errors import AutocommitError, ConfigurationError, InvalidMessage, RowsGone, UsageError
 
 if TYPE_CHECKING:
     import sqlalchemy as sa
@@ -70,6 +70,10 @@ WHO_AND_WHERE = """SELECT current_database(), pg_backend_pid(),
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = 'saf' AND c.relname = 'broker'
 """
+LARGEST_STATEMENT = 256 * 1024 * 1024
+"""Most bytes of bodies and headers in one INSERT, unless a single message has more. A server takes
+less than 1 GB, and a body written out as text takes twice its size."""
+
 SENDER_ALLOWED = "sender_allowed"
 """Constraint that a server names if no rule of saf.sender allows a message."""
 
@@ -173,22 +177,27 @@ class Entrance:
         checking = self.check(transaction)
         query = next(checking)
         while True:
-            try:
+            with self.with_right(transaction):
                 rows = transaction.fetch(query)
-            except Exception as error:
-                self.refuse_without_right(error, transaction)
-                raise
             try:
                 query = checking.send(rows)
             except StopIteration as end:
                 return bool(end.value)
 
-    def refuse_without_right(self, error: Exception, transaction: Known) -> None:
-        """Raise a helpful error if the database has failed because a right is missing.
+    @contextmanager
+    def with_right(self, transaction: Known) -> Iterator[None]:
+        """Raise a helpful error if the database fails in this block because a right is missing.
 
         Raises:
             ConfigurationError: names the command that grants the right.
         """
+        try:
+            yield
+        except Exception as error:
+            self._refuse_without_right(error, transaction)
+            raise
+
+    def _refuse_without_right(self, error: Exception, transaction: Known) -> None:
         cause = getattr(error, "orig", None) or error
         state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
         if meaning(state) is not Meaning.NO_RIGHT:
@@ -202,6 +211,20 @@ class Entrance:
             f"{role} may not do this: {reason}. Let the owner of its schema saf run "
             f"`saf grant --role {self.duty} {'ROLE' if user is None else shlex.quote(user)}`"
         ) from error
+
+
+def refuse_in_parts(transaction: Known, statements: Sequence[object]) -> None:
+    """Reject several statements where each would be a transaction of its own.
+
+    Raises:
+        InvalidMessage: explains the alternatives; nothing is written.
+    """
+    if len(statements) > 1 and transaction.commits_by_itself():
+        raise InvalidMessage(
+            "messages",
+            f"more than {LARGEST_STATEMENT:,} bytes need several statements, and this connection "
+            "commits each separately: open a transaction, or send fewer messages",
+        )
 
 
 def _sender_refused(cause: BaseException) -> str | None:

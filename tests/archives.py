@@ -15,6 +15,7 @@ from saf.database import Dsn
 from saf.log.ring import SLOT_ROWS
 from saf.spark.table import archived, part
 from saf.spark.table.archived import Archived
+from saf.spark.table.query import Query
 from saf.spark.table.source import Messages
 from tests.pipeline import connect, run, send
 
@@ -68,7 +69,7 @@ class Reading:
     def __init__(self, options: Mapping[str, str]) -> None:
         source = Messages({"partitions": "2", **options})
         schema = source.schema()
-        self._query = part.Query(asked=schema)
+        self._query = Query(asked=schema)
         self.parts = source.reader(schema).partitions()
 
     def texts(self) -> list[str]:

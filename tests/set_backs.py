@@ -19,8 +19,8 @@ import saf
 from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import known_at
-from saf.dialogs.comparing import compare
 from saf.dialogs.monologs import received_monologs
+from saf.dialogs.set_back import compare_all
 from saf.dialogs.statements import Code
 from saf.operating.repair.rebase import rebase
 from saf.operating.repair.reconcile import missing
@@ -179,7 +179,7 @@ class Two:
                     retention_seconds=retention_seconds, why="set back",
                 )  # fmt: skip
             with there.transaction():
-                compare(there)
+                compare_all(there)
 
     def other_end(self, dialog: saf.Dialog) -> saf.Dialog:
         with connect(self.warehouse.dsn) as connection:

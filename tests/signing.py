@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 import saf
-from saf.signing.keys import Algorithm
+from saf.signing.signer import Algorithm
 
 HMAC: Algorithm = "hmac-sha256"
 ED25519: Algorithm = "ed25519"

@@ -53,7 +53,7 @@ CREATE TABLE saf.conversation (
     conversation_id uuid NOT NULL,
     is_initiator boolean NOT NULL,
     monolog boolean DEFAULT false NOT NULL,
-    -- computed from the facts; saf.dialogs.states lists the transitions
+    -- computed from the facts; saf.dialogs.statements lists the transitions
     state text GENERATED ALWAYS AS (CASE
         WHEN ended_here AND (ended_there OR error_code IS NOT NULL) THEN 'closed'
         WHEN error_code IS NOT NULL THEN 'error'

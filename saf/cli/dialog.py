@@ -22,7 +22,6 @@ from saf.cli.console import echo
 from saf.cli.options import grouped
 from saf.cli.tables import Table, results_of
 from saf.config import load
-from saf.dialogs.comparing import compare
 from saf.dialogs.conversations import (
     Conversation,
     Spoken,
@@ -33,7 +32,8 @@ from saf.dialogs.conversations import (
     place_at,
 )
 from saf.dialogs.dialog import open_dialog
-from saf.dialogs.states import State
+from saf.dialogs.set_back import compare_all
+from saf.dialogs.statements import State
 from saf.errors import DialogNotFound, UsageError
 from saf.operating.wording import at
 
@@ -174,7 +174,7 @@ def compare_(*, round_: Everywhere, as_json: AsJson = False) -> None:
 
     def let_compare(connection: psycopg.Connection[Any], _: object) -> int:
         with connection.transaction():
-            return compare(connection)
+            return compare_all(connection)
 
     found = round_.visit("dialog", let_compare)
     lines = (

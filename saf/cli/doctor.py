@@ -35,7 +35,7 @@ def command(
     Exit code 0: no errors, at most warnings; 1: errors; 75: the only error is that a database does
     not answer.
     """
-    from saf.spark.checking import examine_machine
+    from saf.spark.java import examine_machine
 
     found = [*examine(load(config)), *examine_machine()]
     if as_json:

@@ -18,7 +18,7 @@ from saf.config import Broker, Settings, load
 from saf.database import of_broker, unavailable_if_lost
 from saf.destinations.marks import Known
 from saf.dialogs.monologs import received_monologs
-from saf.dialogs.one_target import Target, received_dialogs
+from saf.dialogs.set_back import Target, received_dialogs
 from saf.errors import UsageError
 from saf.operating.repair.moved import MovedBy
 from saf.operating.repair.rebase import Rebased, rebase

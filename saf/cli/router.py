@@ -231,7 +231,7 @@ def explain(
     broker; 1 if it would become a dead letter.
     """
     from saf.operating.dry_run import try_out  # Arrow takes a while to import
-    from saf.spark.dry_run import DryRuns
+    from saf.spark.answers import DryRuns
 
     settings = load(config)
     message = Message(service=service, body=body, key=key, message_type=message_type)

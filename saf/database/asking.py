@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg.abc import QueryNoTemplate
-from psycopg.rows import tuple_row
+from psycopg.rows import class_row, tuple_row
 
 from saf.database.sqlstates import Meaning, meaning, translated
 from saf.errors import Rejected, RowsGone, SchemaMismatch, SchemaMissing
+
+T = TypeVar("T")
 
 REVISION = "0038"
 """The Alembic revision of the schema that this library reads and writes."""
@@ -81,6 +83,17 @@ def fetch(
 ) -> list[tuple[Any, ...]]:
     """Return all rows as tuples; the connection may have any row factory."""
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
+        return cursor.execute(query, params).fetchall()
+
+
+def records(
+    connection: psycopg.Connection[Any],
+    kind: type[T],
+    query: QueryNoTemplate,
+    params: Mapping[str, Any] | None = None,
+) -> list[T]:
+    """Return all rows as objects of a class, whose fields have the columns' names."""
+    with psycopg.Cursor(connection, row_factory=class_row(kind)) as cursor:
         return cursor.execute(query, params).fetchall()
 
 

@@ -43,6 +43,7 @@ import psycopg
 from saf.database import fetch
 from saf.dialogs import set_back
 from saf.dialogs.assembly import Assembled, hashes, is_fragment, set_aside, whole
+from saf.dialogs.conversations import fail
 from saf.dialogs.dialog import Dialog
 from saf.dialogs.endpoints import (
     RECEIVE,
@@ -55,7 +56,6 @@ from saf.dialogs.endpoints import (
     write,
 )
 from saf.dialogs.facts import Facts, Verdict, judge
-from saf.dialogs.giving_up import fail
 from saf.dialogs.set_back import compare, recognise
 from saf.dialogs.statements import COMPARE, END, ERROR, TIMER, Code
 from saf.errors import ContractViolation, DialogEnded, SchemaViolation

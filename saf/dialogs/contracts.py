@@ -26,9 +26,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import psycopg
-from psycopg.rows import class_row
 
-from saf.database import fetch
+from saf.database import fetch, records
 from saf.errors import (
     ConfigurationError,
     MissingExtra,
@@ -315,8 +314,7 @@ def _changed(kind: str, name: str, version: int) -> ConfigurationError:
 
 def message_types(connection: psycopg.Connection[Any]) -> list[Defined]:
     """Return all message types of a broker, by name and version."""
-    with psycopg.Cursor(connection, row_factory=class_row(Defined)) as cursor:
-        return cursor.execute(TYPES).fetchall()
+    return records(connection, Defined, TYPES)
 
 
 def contracts(

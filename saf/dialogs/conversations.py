@@ -1,4 +1,4 @@
-"""Conversations of a broker: lists for operators, and the cleanup of old conversations.
+"""Conversations of a broker: lists for operators, cleanup, and messages that are given up.
 
 `conversations` lists the ends in a broker. `exchange` shows one conversation: its ends, and its
 messages in the broker's logs. A log keeps a message until it is purged, so only the last part of a
@@ -6,8 +6,11 @@ long conversation may be left. All messages of a conversation are in one shard; 
 searched.
 
 `clean_up` closes one end on an operator's request, and does not tell the other end. `forget`
-deletes conversations that were closed long ago. Both delete fragments for ends that are over. All
-other functions only read.
+deletes conversations that were closed long ago. Both delete fragments for ends that are over.
+
+`give_up` is for an operator who gives up a message that has arrived at its end and was not handled.
+The conversation would have a gap. So it fails at both ends, as for a message that becomes a dead
+letter there. All other functions only read.
 """
 
 from __future__ import annotations
@@ -19,15 +22,16 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import psycopg
-from psycopg.rows import class_row
 
-from saf.database import fetch, of_broker
+from saf.database import fetch, of_broker, records
 from saf.database.pages import Page, foreign, page_of
-from saf.dialogs.states import State
+from saf.dialogs.dialog import open_dialog
+from saf.dialogs.statements import Code, State
 from saf.errors import DialogNotFound, UsageError
 from saf.log.cursor import BY_INDEX
 from saf.log.shards import shard_expression, shard_of
 from saf.setaside.dropped import ADD, Reason
+from saf.setaside.isolation import of_messages
 from saf.setaside.lane import Kind
 from saf.transaction import enter
 
@@ -282,8 +286,7 @@ def exchange(
     shard = shard_of(str(conversation_id), shards)
     with connection.transaction():
         connection.execute(BY_INDEX)
-        with psycopg.Cursor(connection, row_factory=class_row(Spoken)) as cursor:
-            found = cursor.execute(SPOKEN, {**params, "shard": shard, "limit": limit}).fetchall()
+        found = records(connection, Spoken, SPOKEN, {**params, "shard": shard, "limit": limit})
     return Exchange(ends=tuple(ends), messages=tuple(sorted(found, key=lambda entry: entry.at)))
 
 
@@ -312,3 +315,49 @@ def forget(connection: psycopg.Connection[Any], retention_seconds: float) -> int
         if count:
             connection.execute(FORGET_GROUPS)
     return int(count)
+
+
+MET_BY = """
+SELECT handle FROM saf.conversation
+WHERE conversation_id = %(conversation_id)s AND is_initiator = NOT %(from_initiator)s::boolean
+"""
+
+Lost = tuple[UUID, bool, str]
+"""A message's conversation, True if sent by the initiator, and its name for errors."""
+
+
+def give_up(connection: psycopg.Connection[Any], lost: Iterable[Lost], who: str) -> None:
+    """Fail conversations at both ends, each for its first message that is given up.
+
+    Call it in a transaction that has the shards of the messages in hand.
+    """
+    known: set[tuple[UUID, bool]] = set()
+    for conversation_id, from_initiator, name in lost:
+        if (conversation_id, from_initiator) not in known:
+            known.add((conversation_id, from_initiator))
+            text = f"message {name} was given up by {who}: it was parked where it had arrived"
+            fail(connection, conversation_id, from_initiator, Code.GIVEN_UP, text)
+
+
+def fail(
+    connection: psycopg.Connection[Any],
+    conversation_id: UUID,
+    from_initiator: bool,
+    code: Code,
+    text: str,
+) -> None:
+    """Fail the conversation of a message that has come to its end here, if the end is known.
+
+    An end that has failed or ended before gets no further Error.
+    """
+    params = {"conversation_id": conversation_id, "from_initiator": from_initiator}
+    try:
+        with connection.transaction():
+            for (handle,) in fetch(connection, MET_BY, params):
+                open_dialog(connection, handle).fail(enter(connection), code, text)
+    except DialogNotFound:
+        return  # the conversation was purged: no end waits for the error
+    except (psycopg.DatabaseError, UsageError) as error:
+        # the error concerns the conversation itself: no message can be sent on it
+        if connection.broken or not of_messages(error):
+            raise

@@ -57,8 +57,8 @@ from saf.dialogs.statements import (
     WHY_NOT,
     Code,
     Saying,
+    State,
 )
-from saf.dialogs.states import State
 from saf.errors import (
     DialogElsewhere,
     DialogEnded,

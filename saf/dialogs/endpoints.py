@@ -20,8 +20,7 @@ import psycopg
 from saf.database import fetch
 from saf.dialogs.contracts import Contract, contracts
 from saf.dialogs.dialog import Dialog
-from saf.dialogs.facts import Facts
-from saf.dialogs.lineage import Lineage, read
+from saf.dialogs.facts import Facts, Lineage, read_lineage
 from saf.dialogs.statements import COMPARE, ERROR, EXPIRE, FIELDS, HELLO, Code
 from saf.message import FIRST_DAY, LAST_DAY
 from saf.received import Received
@@ -234,7 +233,7 @@ def _endpoint(row: tuple[Any, ...], known: dict[tuple[str, int], Contract]) -> E
     facts = Facts(**dict(zip(names, known_facts, strict=True)))
     return Endpoint(
         dialog=dialog, ended_here=ended_here, over=is_over, stored=facts, facts=facts, sent=sent,
-        lineage=read(lineage), far_lineage=read(far_lineage),
+        lineage=read_lineage(lineage), far_lineage=read_lineage(far_lineage),
     )  # fmt: skip
 
 

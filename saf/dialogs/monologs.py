@@ -1,6 +1,6 @@
 """Gaps in monologs: an Error replaces messages that are lost for good, so no gap is silent.
 
-Subscribers do not answer a monolog, so its ends cannot compare (`saf.dialogs.comparing`). But a
+Subscribers do not answer a monolog, so its ends cannot compare (`saf.dialogs.set_back`). But a
 repair is connected to both sides, and queries a destination's inbox for the progress of each
 monolog (`received_monologs`).
 
@@ -39,7 +39,7 @@ from uuid import UUID
 
 import psycopg
 
-from saf.database import fetch
+from saf.database import fetch, records
 from saf.dialogs.statements import END, ERROR, Code, lost_as
 
 JSON = "jsonb_build_object('content-type', 'application/json')"
@@ -64,12 +64,14 @@ FORGOTTEN = (
 
 # The numbers that have arrived. An Error of a set-back also stands for missing earlier numbers.
 RECEIVED_MONOLOGS = f"""
-SELECT conversation_id, max(from_service), max(to_service), max(sequence),
+SELECT conversation_id, max(from_service) AS from_service, max(to_service) AS to_service,
+       max(sequence) AS sequence,
        CAST(range_agg(int8range(
            CASE WHEN message_type = '{ERROR}' AND position(%(set_back)s::bytea IN body) > 0
-                THEN 1 ELSE sequence END, sequence, '[]')) AS text),
-       bool_or(message_type = '{END}') IS TRUE,
+                THEN 1 ELSE sequence END, sequence, '[]')) AS text) AS numbers,
+       bool_or(message_type = '{END}') IS TRUE AS ended,
        bool_or(message_type = '{ERROR}' AND position(%(publisher)s::bytea IN body) > 0) IS TRUE
+           AS failed
 FROM saf.inbox
 WHERE source = %(source)s AND from_initiator IS NULL AND sequence > 0
   AND conversation_id IS NOT NULL
@@ -228,20 +230,7 @@ def received_monologs(connection: psycopg.Connection[Any], source: UUID) -> list
         "set_back": f'"code": {Code.SET_BACK:d},'.encode(),
         "publisher": PUBLISHER.encode(),
     }
-    return [
-        ReceivedMonolog(
-            conversation_id=conversation_id,
-            from_service=publisher,
-            to_service=topic,
-            sequence=sequence,
-            numbers=numbers,
-            ended=ended,
-            failed=failed,
-        )
-        for conversation_id, publisher, topic, sequence, numbers, ended, failed in fetch(
-            connection, RECEIVED_MONOLOGS, params
-        )
-    ]
+    return records(connection, ReceivedMonolog, RECEIVED_MONOLOGS, params)
 
 
 def publisher_set_back(
@@ -253,7 +242,7 @@ def publisher_set_back(
 
     Args:
         connection: to the publishers' broker.
-        since: as for `saf.dialogs.comparing.announce`; None: end only monologs with more messages
+        since: as for `saf.dialogs.set_back.announce`; None: end only monologs with more messages
             received than sent.
         known: the destinations' progress in this broker's monologs.
     """

@@ -18,10 +18,9 @@ from uuid import uuid4
 
 from saf.dialogs.dialog import FRAGMENT_BYTES, Dialog, open_dialog
 from saf.dialogs.facts import Facts
-from saf.dialogs.lineage import HEADER as LINEAGE
 from saf.dialogs.statements import END, ERROR, EXPIRE, HELLO, TIMER
 from saf.errors import DialogEnded, DialogExpired, UnreadableBody
-from saf.message import SIGNATURE, WHOLE, Exact
+from saf.message import LINEAGE, SIGNATURE, WHOLE, Exact
 from saf.transaction import enter
 
 if TYPE_CHECKING:

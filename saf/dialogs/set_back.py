@@ -2,7 +2,7 @@
 
 A backup is restored, or a standby that lacked the last transactions takes over: then one end no
 longer knows all messages that it has sent or received. After the repair (`saf rebase`) it sends as
-a new incarnation of its broker, which every message carries (`saf.dialogs.lineage`). When an end
+a new incarnation of its broker, which every message carries (`saf.dialogs.facts`). When an end
 learns of a new incarnation, from whichever message comes first, it checks how far the two ends
 agree:
 
@@ -14,7 +14,7 @@ agree:
 
 Messages that an end has *received* and lost come again if the sender still has them
 (docs/operations.md). If not, nothing would report the loss, and the end would wait without a limit.
-So ends compare (`saf.dialogs.comparing`). An end fails, together with the other end, if it learns
+So ends compare. An end fails, together with the other end, if it learns
 that more was sent than has arrived, or that more was received than it has sent, or if it has failed
 before. An end that was set back asks the other end, at the repair and whenever a message has to
 wait for a missing one.
@@ -26,30 +26,280 @@ An end is gone completely if the dialog had begun after the backup:
   asks the initiator. The answer creates a failed end, so that the application knows.
 
 A dialog may also have two targets, if it had begun before and its first message went to another
-destination the second time (`saf.dialogs.one_target`).
+destination the second time.
 
 An end that begins where another may have existed has a lineage from its first number on, so that
 the other end, which may have received such numbers before, can distinguish the two.
+
+*Comparing.* A message of type `COMPARE` contains how much its sender has sent, as its own number,
+and how much its sender has received. It does not count as a message of the dialog. It travels the
+same way as all earlier messages, so when it arrives, those messages have arrived too, or are
+missing. `announce` is for the repair of a broker that was set back. It gives the open ends a
+lineage, so that other ends attribute all later messages to the new incarnation, and makes each end
+compare. Messages sent between the set-back and the repair belong to the new incarnation too: they
+were created after the newest batch that a destination knows and this broker never opened. The
+subscribers of a monolog do not answer: `saf.dialogs.monologs` handles monologs.
+
+*One target.* If routes share, a dialog takes the route that its key has chosen. A source that was
+set back may have forgotten the choice, though not the first message, and so send that message
+again, to another destination. Then the dialog has two targets, which do not know each other:
+
+- An initiator takes answers only from the broker that has answered first (``answered_by``). Answers
+  of another target are dead letters, and that target gets an Error.
+- The repair asks the destinations which dialogs they have targets of. One target stays, if possible
+  one that has answered, and the dialog's messages go there again. The others get an Error.
+
+The Error has the code `Code.SET_BACK`. A target that gets it fails, and so does any dialog joined
+to it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
+from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 import psycopg
 
-from saf.database import of_broker
-from saf.dialogs.comparing import say_these
+from saf.database import fetch, of_broker
 from saf.dialogs.endpoints import End, Endpoint, columns, end_of
-from saf.dialogs.lineage import HEADER, Lineage, fork, incarnation, read, said_by
-from saf.dialogs.monologs import JSON
-from saf.dialogs.one_target import of_others
-from saf.dialogs.statements import COMPARE, ERROR, Code
+from saf.dialogs.facts import Lineage, fork, incarnation, read_lineage, said_by
+from saf.dialogs.monologs import JSON, ReceivedMonolog, publisher_set_back
+from saf.dialogs.statements import COMPARE, ERROR, HEARD_OF, INTRODUCTION, Code
+from saf.message import LINEAGE
 from saf.received import Received
 from saf.transaction import enter
+
+SAY = f"""
+WITH said AS (
+    INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                            from_initiator, sequence, message_type, headers, body)
+    SELECT gen_random_uuid(), service, far_service, far_broker, CAST(conversation_id AS text),
+           conversation_id, is_initiator, send_sequence, '{COMPARE}',
+           {JSON} || CASE WHEN is_initiator THEN {INTRODUCTION} ELSE jsonb_build_object() END
+           || CASE WHEN lineage IS NULL THEN jsonb_build_object()
+                   ELSE jsonb_build_object('{LINEAGE}', lineage) END,
+           convert_to(CAST(jsonb_build_object(
+               'received', receive_sequence, 'answer', %(answer)s::boolean) AS text), 'UTF8')
+    FROM saf.conversation WHERE {{which}}
+    RETURNING 1
+)
+SELECT count(*) FROM said
+"""
+SAY_THESE = SAY.format(which="handle = ANY (%(handles)s::uuid[])")
+SAY_ALL = SAY.format(
+    which=f"state <> 'closed' AND error_code IS NULL AND NOT monolog AND {HEARD_OF}"
+)
+
+# Dialogs to be begun by messages that are not received yet, though their initiators may have
+# forgotten them. The inbox keeps no message for longer than its conversation is remembered.
+SAY_UNREAD = f"""
+INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                        from_initiator, sequence, message_type, headers, body)
+SELECT DISTINCT ON (i.conversation_id) gen_random_uuid(), to_service, from_service, source,
+       CAST(conversation_id AS text), conversation_id, false, 0, '{COMPARE}', {JSON},
+       convert_to(CAST(jsonb_build_object('received', 0, 'answer', true) AS text), 'UTF8')
+FROM saf.inbox i
+WHERE from_initiator AND sequence = 1 AND from_service <> ''
+  AND message_type IS DISTINCT FROM '{COMPARE}' AND NOT EXISTS (
+      SELECT FROM saf.conversation c
+      WHERE c.conversation_id = i.conversation_id AND NOT c.is_initiator)
+"""
+
+# Numbers above ``after`` are the new incarnation's. An earlier repair's pairs are kept for the
+# numbers that still exist. An end that is over sends nothing more, so it gets no lineage unless it
+# has sent something since.
+NEW_LINEAGE = f"""
+WITH since AS (
+    SELECT conversation_id, from_initiator AS is_initiator, min(sequence) - 1 AS after
+    FROM saf.outbox
+    WHERE created_at > %(since)s::timestamptz AND from_initiator IS NOT NULL AND sequence > 0
+      AND message_type IS DISTINCT FROM '{COMPARE}'
+    GROUP BY 1, 2
+), fork AS (
+    SELECT handle, lineage, coalesce(since.after, send_sequence) AS after
+    FROM saf.conversation LEFT JOIN since USING (conversation_id, is_initiator)
+    WHERE NOT monolog AND (state <> 'closed' OR since.after IS NOT NULL)
+)
+UPDATE saf.conversation c SET lineage = coalesce((
+    SELECT jsonb_agg(one ORDER BY place)
+    FROM jsonb_array_elements(fork.lineage) WITH ORDINALITY AS earlier (one, place)
+    WHERE CAST(one ->> 1 AS bigint) < fork.after), '[]'
+) || jsonb_build_array(jsonb_build_array(b.incarnation, fork.after))
+FROM fork, saf.broker b
+WHERE c.handle = fork.handle
+"""
+
+# Waiting copies need the lineage too, because they were made without it
+STAMP = f"""
+UPDATE {{table}} m SET headers = m.headers || jsonb_build_object('{LINEAGE}', c.lineage)
+FROM saf.conversation c
+WHERE (m.conversation_id, m.from_initiator) = (c.conversation_id, c.is_initiator)
+  AND m.created_at > %(since)s::timestamptz AND c.lineage IS NOT NULL AND {{which}}
+"""
+OF_OUTBOX = "subscription_id IN (SELECT subscription_id FROM saf.subscription WHERE log = 'outbox')"
+STAMPS = (
+    STAMP.format(table="saf.outbox", which="true"),
+    STAMP.format(table="saf.parked", which=OF_OUTBOX),
+    STAMP.format(table="saf.dead_letter", which=OF_OUTBOX),
+)
+
+
+def compare_all(connection: psycopg.Connection[Any]) -> int:
+    """Make all open ends of this broker compare; return their number. Call it in a transaction.
+
+    Ends to be begun by messages waiting in the inbox compare as well.
+    """
+    ((count,),) = fetch(connection, SAY_ALL, {"answer": True})
+    connection.execute(SAY_UNREAD)
+    return int(count)
+
+
+def say_these(raw: psycopg.Connection[Any], handles: Iterable[UUID], *, answer: bool) -> None:
+    """Make these ends compare. ``answer``: the other ends must compare as well."""
+    if named := list(handles):
+        raw.execute(SAY_THESE, {"handles": named, "answer": answer})
+
+
+def announce(
+    connection: psycopg.Connection[Any],
+    since: datetime | None,
+    known: Iterable[ReceivedMonolog] = (),
+) -> int:
+    """Tell all ends that their broker is a new incarnation; return how many dialogs compare.
+
+    This is part of `saf.operating.repair.set_back.raise_incarnation`; no other session may send in
+    a dialog during it. ``since`` is the opening time of the newest batch that a destination knows
+    and this broker does not, if any. ``known`` is the progress of destinations in this broker's
+    monologs.
+    """
+    connection.execute(NEW_LINEAGE, {"since": since})
+    if since is not None:
+        for statement in STAMPS:
+            connection.execute(statement, {"since": since})
+    publisher_set_back(connection, since, known)
+    return compare_all(connection)
+
+
+# Has the next number, so that a target takes it whatever it has received. The end uses that number
+# again for its next message, because only a superfluous target gets this Error
+TELL = f"""
+INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                        from_initiator, sequence, message_type, headers, body)
+SELECT gen_random_uuid(), service, far_service, other.broker, CAST(conversation_id AS text),
+       conversation_id, is_initiator, send_sequence + 1, '{ERROR}',
+       {JSON} || jsonb_build_object('{LINEAGE}', coalesce(lineage, jsonb_build_array(
+           jsonb_build_array((SELECT incarnation FROM saf.broker), 0)))),
+       convert_to(CAST(jsonb_build_object('code', {Code.SET_BACK:d}, 'text',
+           'one end was set back: its dialog continues at another broker, which also got its '
+           || 'first message') AS text), 'UTF8')
+FROM unnest(%(handles)s::uuid[], %(brokers)s::uuid[]) AS other (handle, broker)
+JOIN saf.conversation c USING (handle)
+"""
+
+# Open targets, and those to be begun by messages that are not received yet
+TARGETS = """
+SELECT conversation_id, service, (SELECT broker_id FROM saf.broker)
+FROM saf.conversation
+WHERE NOT is_initiator AND far_broker = %(source)s AND state <> 'closed' AND error_code IS NULL
+UNION
+SELECT conversation_id, to_service, (SELECT broker_id FROM saf.broker)
+FROM saf.inbox i
+WHERE source = %(source)s AND from_initiator AND sequence = 1 AND NOT EXISTS (
+    SELECT FROM saf.conversation c
+    WHERE c.conversation_id = i.conversation_id AND NOT c.is_initiator)
+"""
+
+SETTLE = """
+WITH target AS (
+    SELECT c.handle, t.*, row_number() OVER (
+        PARTITION BY c.handle ORDER BY (t.broker = c.answered_by) IS TRUE DESC,
+                                       (t.destination = k.destination) IS TRUE DESC, t.destination
+    ) AS place
+    FROM unnest(%(conversation_id)s::uuid[], %(service)s::text[], %(broker)s::uuid[],
+                %(destination)s::text[]) AS t (conversation_id, service, broker, destination)
+    JOIN saf.conversation c USING (conversation_id)
+    LEFT JOIN saf.route_choice k ON k.key = CAST(conversation_id AS text)
+                                AND k.service = t.service AND k.broker IS NULL
+    WHERE c.is_initiator AND c.far_broker IS NULL AND c.state <> 'closed' AND c.error_code IS NULL
+), chosen AS (
+    INSERT INTO saf.route_choice (service, key, destination)
+    SELECT service, CAST(conversation_id AS text), destination FROM target WHERE place = 1
+    ON CONFLICT ON CONSTRAINT route_choice_once DO UPDATE SET destination = excluded.destination
+), known AS (
+    UPDATE saf.conversation c SET answered_by = target.broker
+    FROM target WHERE c.handle = target.handle AND place = 1
+)
+SELECT handle, broker FROM target WHERE place > 1
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A target of a dialog, at one of the initiator's destinations."""
+
+    conversation_id: UUID
+    service: str
+    broker: UUID
+    destination: str
+
+
+def received_dialogs(
+    connection: psycopg.Connection[Any], source: UUID, destination: str
+) -> list[Target]:
+    """Return a source's open dialogs that have targets at a destination. Reads the whole inbox.
+
+    Call it on the destination's database; ``destination`` is its name at the source.
+    """
+    return [
+        Target(conversation_id=one, service=service, broker=broker, destination=destination)
+        for one, service, broker in fetch(connection, TARGETS, {"source": source})
+    ]
+
+
+def settle(connection: psycopg.Connection[Any], targets: Iterable[Target]) -> int:
+    """Continue each dialog with one of its targets; return the number of other targets told.
+
+    Call it in the transaction of the initiators' repair, after their incarnation was raised.
+    ``targets`` must belong to services whose routes share.
+    """
+    rows = [*map(astuple, targets)]
+    if not rows:
+        return 0
+    names = ("conversation_id", "service", "broker", "destination")
+    columns = map(list, zip(*rows, strict=True))
+    rivals = fetch(connection, SETTLE, dict(zip(names, columns, strict=True)))
+    _tell(connection, rivals)
+    return len(rivals)
+
+
+def of_others(
+    raw: psycopg.Connection[Any], endpoints: dict[End, Endpoint], messages: list[Received]
+) -> set[Received]:
+    """Note which brokers answer initiators; return answers of other targets, which get an Error."""
+    rivals = {}
+    for message in messages:
+        if message.source is None or message.sequence is None or message.from_initiator:
+            continue
+        endpoint = endpoints.get(end_of(message))
+        if endpoint is None:
+            continue
+        if endpoint.facts.answered_by is None:
+            endpoint.facts = replace(endpoint.facts, answered_by=message.source)
+        elif endpoint.facts.answered_by != message.source:
+            rivals[message] = endpoint.dialog.handle, message.source
+    _tell(raw, {rival for one, rival in rivals.items() if one.message_type != ERROR})
+    return {*rivals}
+
+
+def _tell(raw: psycopg.Connection[Any], rivals: Iterable[tuple[Any, ...]]) -> None:
+    if rows := [*rivals]:
+        handles, brokers = map(list, zip(*rows, strict=True))
+        raw.execute(TELL, {"handles": handles, "brokers": brokers})
+
 
 # Fragments of bodies that the earlier incarnation was still sending are useless
 NOTE_LINEAGES = """
@@ -73,7 +323,7 @@ INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, co
                         from_initiator, sequence, message_type, headers, body)
 SELECT gen_random_uuid(), service, far_service, source, CAST(conversation_id AS text),
        conversation_id, is_initiator, sequence, message_type,
-       {JSON} || jsonb_build_object('{HEADER}',
+       {JSON} || jsonb_build_object('{LINEAGE}',
            jsonb_build_array(jsonb_build_array((SELECT incarnation FROM saf.broker), 0))),
        convert_to(body, 'UTF8')
 FROM unnest(%(service)s::text[], %(far_service)s::text[], %(source)s::uuid[],
@@ -183,10 +433,10 @@ def fail(raw: psycopg.Connection[Any], endpoint: Endpoint, text: str) -> None:
 
 def _lineage(message: Received) -> Lineage:
     """Return the lineage of the sender."""
-    if not message.may_say(HEADER):
+    if not message.may_say(LINEAGE):
         return ()
     headers = message.headers
-    return read(headers.get(HEADER)) if isinstance(headers, dict) else ()
+    return read_lineage(headers.get(LINEAGE)) if isinstance(headers, dict) else ()
 
 
 def _note_lineages(

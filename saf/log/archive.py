@@ -2,9 +2,11 @@
 
     FOLDER/<broker_id>/outbox-3-<first id>-<last id>.parquet
 
-A file has every column of messages of the slot, unordered (`saf.log.slot_rows`). It is written
-under another name, flushed to disk and then renamed, so a file with this name is complete and never
-changes. A broker that was repaired after a set-back adds its incarnation to the names.
+A file has every column of messages of the slot, in one snapshot, unordered. Values that are too
+large to be read (see `saf.limits`) are left out, because a dead letter has the whole message. The
+file is written under another name, flushed to disk and then renamed, so a file with this name is
+complete and never changes. A broker that was repaired after a set-back adds its incarnation to the
+names.
 
 The caller truncates the slot afterwards, and only if the snapshot still shows every row. If it does
 not, or if the process dies first, the next archive of the slot writes the messages that no file has
@@ -25,19 +27,23 @@ from itertools import chain, count
 from pathlib import Path
 from uuid import uuid4
 
-from saf.database import Dsn
+from psycopg import sql
+
+from saf.columns import COLUMNS
+from saf.database import Dsn, bulk, the_row, translated
 from saf.errors import MissingExtra, Unavailable
 from saf.failpoints import fail_point
+from saf.limits import KEPT
+from saf.log.columns import bounded
 from saf.log.disk import make_folder, sync
-from saf.log.ring import Contents
+from saf.log.ring import Contents, Slot
 
 try:
+    import adbc_driver_manager.dbapi as adbc
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
-
-    from saf.log.slot_rows import SlotRows, reading
 except ImportError:
     raise MissingExtra("forwarder", "an archive in Parquet") from None
 
@@ -52,6 +58,59 @@ KEY = ("id", "message_id")
 KEY_BYTES = 24
 LOCK = ".lock"
 """File in a broker's folder that a writer keeps locked."""
+
+ARROW_BATCH_BYTES = 4 * 1024 * 1024
+"""Bytes of a batch that is read; also about the size of a row group."""
+
+COLUMNS_OF_LOG = {"outbox": COLUMNS, "inbox": (*COLUMNS, "source", "received_at")}
+
+WHOSE = "SELECT broker_id::text, incarnation FROM saf.broker"
+
+# Transaction ids stay far below 2^63, and Arrow has no type of its own for them.
+ROWS = "SELECT txid::text::bigint AS txid, id, shard, {columns} FROM {slot}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotRows:
+    """A slot's rows, which can be read once."""
+
+    slot: Slot
+    broker_id: str
+    incarnation: int
+    cursor: bulk.BulkCursor
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield the current rows, in the types in which PostgreSQL sends them."""
+        log = self.slot.log
+        expressions = [bounded(name, kept=KEPT.format(log=log)) for name in COLUMNS_OF_LOG[log]]
+        columns = sql.SQL(", ").join(
+            sql.Identifier(c) if isinstance(c, str) else c for c in expressions
+        )
+        query = sql.SQL(ROWS).format(columns=columns, slot=sql.Identifier("saf", self.slot.table))
+        self.cursor.adbc_statement.set_options(
+            **{"adbc.postgresql.batch_size_hint_bytes": str(ARROW_BATCH_BYTES)}
+        )
+        self.cursor.execute(query.as_string(None))
+        yield from self.cursor.batches()
+
+
+@contextmanager
+def reading(dsn: Dsn, slot: Slot) -> Iterator[SlotRows]:
+    """Connect, so that a slot can be read.
+
+    Raises:
+        Unavailable: the database does not answer.
+    """
+    what = f"slot saf.{slot.table}"
+    try:
+        with bulk.connect(dsn, "archive", what) as connection, connection.cursor() as cursor:
+            cursor.execute(WHOSE)
+            broker_id, incarnation = the_row(cursor.fetchall(), dsn.database)
+            yield SlotRows(
+                slot=slot, broker_id=str(broker_id), incarnation=int(incarnation), cursor=cursor
+            )
+    except adbc.Error as error:
+        raise translated(what, error.sqlstate, dsn.redact(str(error))) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,8 @@ from uuid import UUID
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import class_row
 
-from saf.database import fetch
+from saf.database import fetch, records
 from saf.log.cursor import BY_INDEX, begun_since
 from saf.log.ring import AGE_COLUMN, SLOT_ROWS, SLOTS
 from saf.log.shards import LAST
@@ -209,10 +208,8 @@ def backlogs(
         connection.execute(BY_INDEX)
         if seconds is not None:
             connection.execute(TIMEOUT, {"milliseconds": str(max(1, round(seconds * 1000)))})
-        with psycopg.Cursor(connection, row_factory=class_row(Shard)) as cursor:
-            rows = cursor.execute(SHARDS).fetchall()
         found: dict[int, Backlog] = {}
-        for row in rows:
+        for row in records(connection, Shard, SHARDS):
             one = found.setdefault(
                 row.subscription_id,
                 Backlog(subscription=row.subscription, log=row.log, service=row.service, shards=[]),

@@ -30,7 +30,7 @@ from psycopg.rows import class_row
 
 from saf.columns import COLUMNS
 from saf.database import fetch
-from saf.dialogs import giving_up, statements
+from saf.dialogs import conversations, statements
 from saf.errors import Unavailable
 from saf.log.cursor import note_taken_out
 from saf.log.shards import failed, newest
@@ -89,7 +89,7 @@ ORDER BY subject FOR UPDATE
 """
 
 # For the ends of conversations, which learn of a given-up message as they learn of a dead letter.
-# A message parked at a receiver has already reached its end (`saf.dialogs.giving_up`).
+# A message parked at a receiver has already reached its end (`saf.dialogs.conversations`).
 BURY = f"""
 INSERT INTO saf.dead_letter
     (subscription_id, destination, shard, id, reason, error, {", ".join(COLUMNS)})
@@ -223,7 +223,7 @@ class HeldParked:
         ]
         if arrived:
             ((operator,),) = fetch(connection, WHO)
-            giving_up.give_up(connection, arrived, operator)
+            conversations.give_up(connection, arrived, operator)
         # a member may be about to park another message in a lane that it found; it deletes its
         # empty lanes itself
         forgettable = [

@@ -90,7 +90,7 @@ def try_out(
     If the message is for a router that forwards, and the router's service lives at this broker,
     return the result of the routing service. At another broker, the router is an ordinary service.
 
-    ``in_sql`` evaluates classifiers in SQL, if it can; see `saf.spark.dry_run`.
+    ``in_sql`` evaluates classifiers in SQL, if it can; see `saf.spark.answers`.
     """
     current = configuration(connection, default_destination, declared)
     in_force, router = current.in_force, router_that_forwards(current, message.service)

@@ -56,8 +56,7 @@ from saf.receiving.delivery import Delivery
 from saf.receiving.link import Link, as_it_was
 from saf.receiving.receive import one_delivery
 from saf.receiving.retries import Policy
-from saf.signing.keys import Key
-from saf.signing.signer import Signer
+from saf.signing.signer import Key, Signer
 from saf.signing.verifier import Trust
 from saf.telemetry import spans
 

@@ -50,8 +50,7 @@ from saf.telemetry.process import count, observe
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine
-    from saf.signing.keys import Key
-    from saf.signing.signer import Signer
+    from saf.signing.signer import Key, Signer
 
 RECONNECT_SECONDS = 2.0
 WAIT_SECONDS = 60.0

@@ -68,8 +68,7 @@ from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
-    from saf.signing.keys import Key
-    from saf.signing.signer import Signer
+    from saf.signing.signer import Key, Signer
 
 Handler = Callable[[Any, Received, Any], object]
 H = TypeVar("H", bound=Callable[..., object])

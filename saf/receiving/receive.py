@@ -64,8 +64,7 @@ from saf.receiving.prefetch import Prefetch
 from saf.receiving.retries import Policy, Suspect
 from saf.receiving.summary import SetAside
 from saf.setaside.isolation import of_messages, said
-from saf.signing.keys import Key
-from saf.signing.signer import Signer
+from saf.signing.signer import Key, Signer
 from saf.signing.verifier import Trust, Verifier
 from saf.telemetry import spans
 from saf.telemetry.logger import Log

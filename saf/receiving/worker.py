@@ -62,8 +62,7 @@ from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine, Link
-    from saf.signing.keys import Key
-    from saf.signing.signer import Signer
+    from saf.signing.signer import Key, Signer
 
 T = TypeVar("T")
 

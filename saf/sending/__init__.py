@@ -1,1 +1,1 @@
-"""Sending: bodies and headers as they are stored, and connections under asyncio."""
+"""Sending in other ways: on connections under asyncio, and from the tasks of a Spark job."""

@@ -19,8 +19,16 @@ from psycopg.rows import tuple_row
 
 from saf.database import parameters, pinned
 from saf.errors import AutocommitError, UsageError
-from saf.sending.bulk import refuse_in_parts
-from saf.transaction import Entrance, Known, OnPsycopg, Rows, closed, described, is_asyncpg
+from saf.transaction import (
+    Entrance,
+    Known,
+    OnPsycopg,
+    Rows,
+    closed,
+    described,
+    is_asyncpg,
+    refuse_in_parts,
+)
 
 if TYPE_CHECKING:
     import asyncpg
@@ -147,16 +155,13 @@ async def execute(
     if not allow_autocommit and transaction.commits_by_itself():
         raise AutocommitError
     refuse_in_parts(transaction, params)
-    try:
+    with enter.with_right(transaction):
         pooled = enter.known(transaction.database)
         if pooled is None:
             pooled = await _checked_now(transaction, enter)
         transaction.pooled = pooled
         for row in params:
             await transaction.execute(statement, row)
-    except Exception as error:
-        enter.refuse_without_right(error, transaction)
-        raise
 
 
 def _on_driver(conn: object) -> _Transaction:

@@ -23,8 +23,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from saf.errors import MissingExtra, UsageError
-from saf.signing.keys import HMAC, Algorithm, Key
-from saf.signing.signer import Signer
+from saf.signing.signer import HMAC, Algorithm, Key, Signer
 from saf.signing.verifier import Keys
 
 

@@ -34,16 +34,17 @@ from uuid import UUID
 from saf.errors import UsageError
 from saf.message import MAX_NAME, SIGNATURE, Number
 from saf.received import Received
-from saf.signing.form import (
+from saf.signing.signer import (
     VERSION,
+    Key,
     NotSignable,
+    check_key_id,
     covered,
     microseconds,
     read_headers,
     sha256,
     signed_bytes,
 )
-from saf.signing.keys import Key, check_key_id
 
 UNSIGNED, UNKNOWN_KEY, ALTERED = "unsigned", "unknown_key", "altered"
 """Reasons of dead letters that were refused."""

@@ -31,9 +31,20 @@ def register(spark: SparkSession) -> None:
         MissingExtra: pyspark, pyarrow or ADBC is not installed.
         ConfigurationError: the Python of the cluster has another version of saf, or lacks saf.
     """
-    from saf.spark.registering import register as registered
+    from saf.spark.session import require_packages
 
-    registered(spark)
+    require_packages()
+    from pyspark.errors import PySparkException
+
+    from saf.spark.remote import slots as asked
+    from saf.spark.table.source import with_slots
+
+    try:
+        slots = spark.sparkContext.defaultParallelism
+    except (PySparkException, AttributeError):  # a session of Spark Connect has no context
+        slots = asked(spark)
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    spark.dataSource.register(with_slots(slots))
 
 
 def to_delta(
@@ -62,8 +73,6 @@ def to_delta(
         MissingExtra: deltalake is not installed.
         ConfigurationError: the address cannot hold a table.
     """
-    from saf.spark.lake import to_delta as into
+    from saf.spark.lake import ToDelta
 
-    return into(
-        table, partition_by=partition_by, application=application, storage_options=storage_options
-    )
+    return ToDelta.of(table, dict(storage_options), tuple(partition_by), application)

@@ -6,6 +6,9 @@ the expression alone, without a Spark job (`reason`), and writes the error into 
 the task has created (`explain`). If a run is killed before that, or the source does not answer, the
 dead letter's error lacks the reason.
 
+A dry run (`DryRuns`) finds the service that a message would go to. Spark starts at the first
+question to a router in SQL, and evaluates without a job.
+
 If answers are missing, `Answers.to` raises `Unavailable`: no message is routed without its answer.
 """
 
@@ -15,6 +18,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -26,14 +30,16 @@ import pyarrow.compute as pc
 
 from saf.columns import EXPRESSED, UUIDS
 from saf.database import pinned
+from saf.engine import resolving
 from saf.engine.classifying import ANSWERS, as_answers
 from saf.engine.in_step import InStep
 from saf.engine.resolving import RAISED
 from saf.engine.work import Work
-from saf.errors import SafError, Unavailable
-from saf.routing.matching import Router
+from saf.errors import MissingExtra, SafError, Unavailable
+from saf.routing.matching import SQL, Router, Routes
 from saf.routing.resolved import Resolved
-from saf.spark.expressions import Compiled, with_derived
+from saf.spark import session
+from saf.spark.expressions import Compiled, compiled_of, with_derived
 from saf.spark.session import first_line
 from saf.telemetry.logger import Log
 
@@ -201,3 +207,54 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, datetime) and value.tzinfo is None:
         return value.replace(tzinfo=UTC)
     return value
+
+
+class DryRuns:
+    """A `saf.operating.dry_run.InSql`; a context manager, because it must stop its Spark."""
+
+    def __init__(self) -> None:
+        self._spark: SparkSession | None = None
+        self._lock = Lock()
+
+    def __enter__(self) -> DryRuns:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._spark is not None:
+            self._spark.stop()
+
+    def __call__(self, routes: Routes) -> tuple[Routes, resolving.Answers | None]:
+        """Return routes with their routers' problems, and the answers; see `InSql`.
+
+        Return no answers if Spark's packages are not installed.
+        """
+        if not any(router.kind == SQL and not router.problem for router in routes.routers):
+            return routes, None
+        try:
+            session.require_packages()
+        except MissingExtra:
+            return routes, None
+        with self._lock:
+            self._spark = session.start("local[1]", app_name="saf router")
+            (routes,), compiled = compiled_of(self._spark, [routes])
+        return routes, _Answers(self._spark, compiled)
+
+
+class _Answers:
+    def __init__(self, spark: Any, compiled: Mapping[str, Compiled]) -> None:
+        self._spark = spark
+        self._compiled = compiled
+
+    def about(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
+        return np.ones(len(rows), np.bool_)
+
+    def to(self, router: Router, rows: pa.Table) -> pa.Table:
+        expression = self._compiled[router.expression]
+        return pa.concat_tables([self._to(expression, row) for row in rows.to_pylist()])
+
+    def _to(self, expression: Compiled, message: Mapping[str, Any]) -> pa.Table:
+        why = reason(self._spark, Raised(text=expression.text, message=message))
+        if why is not None:
+            return as_answers([f"{RAISED}: {why}"])
+        text = answer(self._spark, expression.text, message) or ""
+        return as_said(expression, pa.array([text.encode()], pa.binary()))

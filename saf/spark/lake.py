@@ -11,7 +11,7 @@ table. Tasks that run again, or die, leave unused files, which a vacuum of the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pickle import PickleError
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,21 @@ class ToDelta:
     by: tuple[str, ...]
     application: str | None
 
+    @classmethod
+    def of(
+        cls, table: str, options: dict[str, str], by: tuple[str, ...], application: str | None
+    ) -> ToDelta:
+        """Return the function for a table; see `saf.spark.to_delta`."""
+        try:
+            import deltalake  # noqa: F401 - fail before the query starts if it is missing
+        except ImportError:
+            raise MissingExtra("delta", "streaming into a Delta table") from None
+        try:
+            settings = Delta.model_validate({"table": table, "storage_options": options})
+        except ValidationError as error:
+            raise ConfigurationError(f"to_delta: {error.errors()[0]['msg']}") from None
+        return cls(settings=settings, by=by, application=application)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle into a plan, which happens only over Spark Connect.
 
@@ -86,25 +101,6 @@ class ToDelta:
 
         written = heard(batch.mapInArrow(write, WRITTEN).collect())
         table.commit(application, number, written)
-
-
-def to_delta(
-    table: str,
-    *,
-    partition_by: Sequence[str],
-    application: str | None,
-    storage_options: Mapping[str, str],
-) -> ToDelta:
-    """Build the function for `saf.spark.to_delta`."""
-    try:
-        import deltalake  # noqa: F401 - fail before the query starts if it is missing
-    except ImportError:
-        raise MissingExtra("delta", "streaming into a Delta table") from None
-    try:
-        settings = Delta.model_validate({"table": table, "storage_options": dict(storage_options)})
-    except ValidationError as error:
-        raise ConfigurationError(f"to_delta: {error.errors()[0]['msg']}") from None
-    return ToDelta(settings=settings, by=tuple(partition_by), application=application)
 
 
 def _query(batch: DataFrame) -> str:

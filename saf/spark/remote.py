@@ -1,10 +1,13 @@
 """The runner on Spark Connect, where only DataFrames exist and the client has no JVM.
 
 Each item of work is a row, a row is a partition, and a task is a function for ``mapInArrow`` that
-forwards the items of its partition and returns receipts. Items and rules are sealed
-(`saf.spark.sealing`). The cluster's Python must have the same version of saf as this machine; this
-is checked before anything is forwarded. Classifiers in SQL need a Spark of your own: their messages
-wait.
+forwards the items of its partition and returns receipts. The cluster's Python must have the same
+version of saf as this machine; this is checked before anything is forwarded. Classifiers in SQL
+need a Spark of your own: their messages wait.
+
+Items and rules are sealed (`Seal`): a server may write whole plans to its log, with their rows and
+functions, e.g. plans of executions that a session abandoned. So values that contain a password are
+encrypted there, and the key travels separately: in a file of the session that only its tasks read.
 """
 
 from __future__ import annotations
@@ -15,14 +18,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
+from uuid import uuid4
 
 from saf.database import Dsn
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import ConfigurationError, JobFailed, MissingExtra, SparkGone
-from saf.spark import items
 from saf.spark.master import reach, server_of
 from saf.spark.session import first_line, require_packages
 
@@ -30,7 +36,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql.connect.session import SparkSession
 
-    from saf.spark.sealing import Seal
 
 T = TypeVar("T")
 
@@ -49,6 +54,9 @@ NO_SQL = (
     "classifiers in SQL are not evaluated over Spark Connect: forward with a forwarder.master of "
     "your own (local[*], spark://…), or write an arrow or python one"
 )
+
+ITEM = "item"
+"""Name of the column with a sealed item of work."""
 
 PARALLELISM = "spark.sql.leafNodeDefaultParallelism"
 
@@ -80,7 +88,7 @@ class ConnectRunner:
         """
         if self._session is None:
             self._session = connected(self._remote, self._conf)
-            self._seal = _translated(lambda: handed_over(self._spark))
+            self._seal = _translated(lambda: Seal.of(self._spark))
         if time.monotonic() - self._asked > ASKED_SECONDS:
             self._slots = _translated(lambda: slots(self._spark))
             self._asked = time.monotonic()
@@ -110,9 +118,7 @@ class ConnectRunner:
             self._spark.conf.set(PARALLELISM, str(len(parts)))
         self._spark.addTag(group)
         try:
-            packed = pa.table(
-                {items.ITEM: [seal.closed(numbered) for numbered in enumerate(parts)]}
-            )
+            packed = pa.table({ITEM: [seal.closed(numbered) for numbered in enumerate(parts)]})
             function = task(seal.name, seal.closed(rules))
             done = self._spark.createDataFrame(packed).mapInArrow(function, "said binary")
             return [
@@ -172,13 +178,39 @@ def connected(remote: str, conf: Mapping[str, str]) -> SparkSession:
     return session
 
 
-def handed_over(session: SparkSession) -> Seal:
-    """Return a new seal, which the tasks of a session can open."""
-    from saf.spark.sealing import Seal
+@dataclass(frozen=True)
+class Seal:
+    """The key of one session, and the name of its file in the session."""
 
-    seal = Seal()
-    seal.hand_to(session)
-    return seal
+    name: str
+    key: bytes = field(repr=False)
+
+    @classmethod
+    def of(cls, session: SparkSession) -> Seal:
+        """Return a new seal, which the tasks of a session can open."""
+        from cryptography.fernet import Fernet
+
+        seal = cls(f"saf-{uuid4()}.key", Fernet.generate_key())
+        with TemporaryDirectory() as folder:  # private to this user
+            file = Path(folder) / seal.name
+            file.write_bytes(seal.key)
+            session.addArtifact(str(file), file=True)
+        return seal
+
+    def closed(self, value: Any) -> bytes:
+        """Return a value as encrypted bytes."""
+        from cryptography.fernet import Fernet
+
+        return Fernet(self.key).encrypt(pickle.dumps(value))
+
+
+def opened(name: str, sealed: bytes) -> Any:
+    """Decrypt a value in a task of the session; ``name`` is that of the file with the key."""
+    from cryptography.fernet import Fernet
+    from pyspark import SparkFiles
+
+    key = Path(SparkFiles.get(name)).read_bytes()
+    return pickle.loads(Fernet(key).decrypt(sealed))  # noqa: S301 - our own bytes  # nosec B301
 
 
 def slots(spark: Any) -> int:
@@ -223,7 +255,7 @@ def greet(partition: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
 
     require_packages()
-    import saf.spark.sealing  # noqa: F401 - tasks need the package that it imports
+    import cryptography.fernet  # noqa: F401 - tasks open seals with it
 
     for _ in partition:
         pass
@@ -240,10 +272,9 @@ def task(key: str, rules: bytes) -> Callable[[Iterable[pa.RecordBatch]], Iterato
         import pyarrow as pa
 
         from saf.forwarding.runner import item_alone
-        from saf.spark.sealing import opened
 
         for batch in partition:
-            for handed in batch[items.ITEM]:
+            for handed in batch[ITEM]:
                 number, item = opened(key, handed.as_py())
                 receipts = item_alone(number, item, opened(key, rules))
                 yield pa.RecordBatch.from_pydict({"said": [pickle.dumps(receipts)]})

@@ -2,7 +2,8 @@
 
 Under spark-submit, the session is the submitted one, with its settings. Otherwise `start` has
 PySpark start a JVM. PySpark's JVM ignores Ctrl-C, and exits when its standard input closes: so the
-JVM ends with the driver, whatever ends the driver.
+JVM ends with the driver, whatever ends the driver. PySpark waits for a new JVM's first answer
+without a limit; saf kills a JVM that has not answered after `START_SECONDS`.
 """
 
 from __future__ import annotations
@@ -11,20 +12,23 @@ import logging
 import os
 import re
 import shlex
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from saf.database import pinned
 from saf.database.patience import shut, sockets_to
 from saf.errors import ConfigurationError, MissingExtra, SafError
 from saf.spark import java
-from saf.spark.identity import address, java_options, log_in
+from saf.spark.java import address, java_options, log_in
 from saf.spark.master import reach, refuse_connect
 
 if TYPE_CHECKING:
@@ -39,6 +43,10 @@ OF_JVM = (
 )
 """Settings that a JVM has to be started with."""
 MAX_FAILURES = "4"
+START_SECONDS = 120.0
+"""Time for a JVM to start and to answer; a busy machine needs some seconds."""
+OF_LAUNCH = "SAF_JVM"
+"""Environment variable that marks the processes of one start of a JVM."""
 LOCAL = re.compile(r"local(?:\[(\*|[0-9]{1,6})(,[0-9]{1,6})?\])?")
 
 RAISED = re.compile(r"(?!at |SQLSTATE)[A-Za-z_][\w.]*(: .*)?$")
@@ -196,22 +204,44 @@ def _launch(conf: Mapping[str, str]) -> Any:
     can read. The JVM itself needs only `OF_JVM`; Spark gets the others afterwards.
 
     Raises:
-        SafError: the JVM ended instead, after writing the reason to stderr.
+        SafError: the JVM ended instead, after writing the reason to stderr, or did not answer.
     """
+    from py4j.protocol import Py4JError
     from pyspark import SparkConf
     from pyspark.errors import PySparkException
     from pyspark.java_gateway import launch_gateway
 
     needed = {name: value for name, value in conf.items() if name in OF_JVM}
     given = SparkConf(loadDefaults=False).setAll(list(needed.items()))
+    mark, hangs = f"{OF_LAUNCH}={uuid4()}", threading.Event()
+
+    def kill() -> None:
+        hangs.set()
+        for process in Path("/proc").glob("[0-9]*"):  # Spark's scripts start several
+            with suppress(OSError):  # it has ended, or is another user's
+                if mark.encode() in (process / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(process.name), signal.SIGKILL)
+
+    limit = threading.Timer(START_SECONDS, kill)
+    limit.daemon = True
+    limit.start()
     try:
-        # standard output belongs to the driver
-        return launch_gateway(given, {"stdout": 2})  # type: ignore[no-untyped-call]
-    except PySparkException as error:
+        with _environment(dict([mark.split("=")])):
+            # standard output belongs to the driver
+            return launch_gateway(given, {"stdout": 2})  # type: ignore[no-untyped-call]
+    except (PySparkException, Py4JError, OSError) as error:
+        if hangs.is_set():
+            raise SafError(
+                f"Spark's JVM has not answered within {START_SECONDS:g} s, and was killed: see "
+                f"whether {os.environ.get('SAF_JAVA', 'java')} -version answers, and how busy "
+                "this machine is"
+            ) from error
         raise SafError(
             "Spark's JVM did not start (its output is above); Java and the memory "
             "(spark.driver.memory) are the usual reasons"
         ) from error
+    finally:
+        limit.cancel()
 
 
 def _of_jvm(conf: Mapping[str, str], *, local: bool) -> dict[str, str]:

@@ -30,7 +30,7 @@ from saf.database import Dsn, fetch
 from saf.errors import StopTimeout, UsageError
 from saf.receiving import link
 from saf.receiving.inbox import inbox_status
-from saf.signing.keys import Key
+from saf.signing.signer import Key
 from tests import dialogs
 from tests.pipeline import connect
 from tests.programs import ROOT, environment, url

@@ -15,9 +15,8 @@ import pytest
 import saf
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from saf.dialogs import giving_up
-from saf.dialogs.conversations import conversations
-from saf.dialogs.giving_up import fail
+from saf.dialogs import conversations
+from saf.dialogs.conversations import fail
 from saf.dialogs.statements import TELL, Code
 from saf.errors import (
     ConfigurationError,
@@ -399,7 +398,7 @@ def test_a_conversation_that_is_purged_while_it_is_to_fail_stops_nobody(
             other.execute("DELETE FROM saf.conversation")
         return saf.open_dialog(connection, handle)
 
-    monkeypatch.setattr(giving_up, "open_dialog", purged)
+    monkeypatch.setattr(conversations, "open_dialog", purged)
     with connect(app) as connection:
         fail(connection, dialog.conversation_id, False, Code.GIVEN_UP, "given up")
         assert fetch(connection, "SELECT FROM saf.outbox") == []
@@ -623,7 +622,7 @@ def test_a_dialog_whose_message_is_a_dead_letter_on_its_way_waits_for_a_persons_
 ) -> None:
     dialog = _without_the_second(app, mom, why)
     with connect(mom) as connection:
-        (there,) = conversations(connection)
+        (there,) = conversations.conversations(connection)
         assert (there.receive_sequence, there.ahead) == (1, 1)
         connection.execute("DROP TRIGGER IF EXISTS refuses ON saf.inbox")
     with connect(app) as connection:
@@ -724,7 +723,7 @@ def test_a_dialog_of_which_nothing_has_come_but_an_error_is_begun_and_failed_by_
     assert error.dialog is not None
     assert error.dialog.contract == dialog.contract
     with connect(mom) as connection:
-        (there,) = conversations(connection)
+        (there,) = conversations.conversations(connection)
     assert (there.state, there.service, there.far_service) == ("error", WAREHOUSE, SHOP)
     assert there.expires_at is not None
     with connect(app) as connection:

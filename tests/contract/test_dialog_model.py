@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 import saf
 from saf.database import Dsn, fetch
-from saf.dialogs.states import Event, State, after
+from saf.dialogs.statements import Event, State, after
 from saf.errors import DialogEnded
 from tests.dialogs import END, ERROR, SHOP, WAREHOUSE, begin, prepare, receive, said
 from tests.pipeline import connect

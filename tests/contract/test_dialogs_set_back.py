@@ -13,7 +13,7 @@ import saf
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
-from saf.dialogs.giving_up import fail
+from saf.dialogs.conversations import fail
 from saf.dialogs.statements import Code
 from saf.errors import DialogEnded
 from saf.testing.clock import let_time_pass

@@ -9,7 +9,7 @@ import pytest
 
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import known_at
-from saf.dialogs.comparing import compare
+from saf.dialogs.set_back import compare_all
 from saf.dialogs.statements import Code
 from saf.operating.repair.rebase import rebase
 from saf.operating.repair.reconcile import missing
@@ -50,7 +50,7 @@ def repair(hub: Hub, name: str) -> None:
             retention_seconds=86400.0, why="set back",
         )  # fmt: skip
         with connect(dsn) as connection, connection.transaction():
-            compare(connection)
+            compare_all(connection)
 
 
 def talk(hub: Hub) -> tuple[list[str], list[str]]:

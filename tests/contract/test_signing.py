@@ -26,7 +26,7 @@ from saf.database import Dsn, fetch
 from saf.operating import decide
 from saf.routing.routers import add_router
 from saf.setaside.selection import DeadLetters
-from saf.signing.form import number
+from saf.signing.signer import number
 from tests.pipeline import connect, let_time_pass, run
 from tests.receivers import SUBSCRIPTION, dead, effect, effects, prepare, waiting
 from tests.signing import ED25519, HMAC, SECRET, key, signer

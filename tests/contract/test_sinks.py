@@ -22,9 +22,8 @@ from saf.message import LAST_DAY, MAX_KEY, MAX_NAME, Message, encode
 from saf.operating.maintenance import purge_broker
 from saf.routing.routes import add_route
 from saf.sending import staging
-from saf.spark.table.copying import Copy
 from saf.spark.table.outgoing import staged
-from saf.spark.table.sink import Outgoing, Written
+from saf.spark.table.sink import Copy, Outgoing, Written
 from tests.pipeline import bodies, connect
 
 PLAIN = {"content-type": "application/octet-stream"}

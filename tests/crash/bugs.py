@@ -35,7 +35,7 @@ from saf.receiving import claim
 from saf.sending import staging
 from saf.setaside import dead, dropped, parking
 from saf.setaside.dropped import Reason
-from saf.spark.table import followed
+from saf.spark.table import stream
 from tests.programs import ROOT
 
 PLANT = ROOT / "tests" / "crash" / "plant"
@@ -246,7 +246,7 @@ def a_stream_forgets_where_in_a_batch_it_was(patch: pytest.MonkeyPatch) -> None:
     def forgetful(log: str, start: Offset, *more: Any) -> Any:
         return between(log, replace(start, position=0), *more)
 
-    patch.setattr(followed, "between", forgetful)
+    patch.setattr(stream, "between", forgetful)
 
 
 def epochs_are_sent_again(patch: pytest.MonkeyPatch) -> None:

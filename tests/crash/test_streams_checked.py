@@ -9,8 +9,7 @@ import pyarrow as pa
 import pytest
 
 from saf.database import fetch
-from saf.spark.table.copying import Copy
-from saf.spark.table.sink import Outgoing, Written
+from saf.spark.table.sink import Copy, Outgoing, Written
 from tests.crash import bugs
 from tests.crash.checker import Verdict
 from tests.crash.streams import compare

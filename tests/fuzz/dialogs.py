@@ -13,7 +13,7 @@ from saf.dialogs.arrival import is_harmless
 from saf.dialogs.assembly import is_fragment, whole
 from saf.dialogs.dialog import split
 from saf.dialogs.endpoints import _introduction
-from saf.dialogs.lineage import LARGEST, fork, incarnation, read, said_by
+from saf.dialogs.facts import LARGEST, fork, incarnation, read_lineage, said_by
 from saf.dialogs.passing import _error
 from saf.dialogs.set_back import _lineage, _standing
 from saf.dialogs.statements import COMPARE, END, ERROR, HELLO, TIMER
@@ -70,8 +70,8 @@ def cut(given: tuple[bytes, int]) -> None:
 
 def follow(given: tuple[object, object, int]) -> None:
     """What is read of a lineage is one, and any two can be compared."""
-    one, other = read(given[0]), read(given[1])
-    assert read(json.loads(json.dumps(one))) == one
+    one, other = read_lineage(given[0]), read_lineage(given[1])
+    assert read_lineage(json.loads(json.dumps(one))) == one
     for lineage in (one, other):
         assert 0 <= incarnation(lineage) <= LARGEST
         assert said_by(lineage, given[2]) in {0, *(number for number, _ in lineage)}

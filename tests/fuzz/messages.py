@@ -21,7 +21,7 @@ from saf.received import READ, Received
 from saf.receiving.dispatch import envelope
 from saf.receiving.dispatch.calls import XmlRpc
 from saf.signing.verifier import Refusal, Trust, Verifier
-from saf.spark.table.fields import members
+from saf.spark.table.query import members
 from saf.telemetry.carried import carrier_of, context_of
 from saf.ui.redaction import Redaction
 from tests.fuzz.target import Target, documents, encoded

@@ -16,8 +16,7 @@ import saf
 from saf.broker.services import create_service
 from saf.cli.contract import _read
 from saf.database import Dsn, fetch
-from saf.dialogs.statements import Code
-from saf.dialogs.states import TRANSITIONS
+from saf.dialogs.statements import TRANSITIONS, Code
 from saf.errors import ConfigurationError
 from tests.dialogs import SHOP, WAREHOUSE, forward, receive, said, states
 from tests.pipeline import connect

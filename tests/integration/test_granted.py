@@ -49,8 +49,7 @@ from saf.routing.routes import (
 )
 from saf.routing_service import RoutingService
 from saf.setaside.selection import DeadLetters, ParkedMessages
-from saf.spark.table.copying import Copy
-from saf.spark.table.sink import Outgoing, Written
+from saf.spark.table.sink import Copy, Outgoing, Written
 from saf.webhooks.event import Event
 from saf.webhooks.receiver import _store
 from tests import dialogs

@@ -32,7 +32,6 @@ from saf import (
 from saf.broker.embedded import EmbeddedServer, programs
 from saf.database import Dsn
 from saf.message import FIRST_MOMENT, LAST_DAY, MAX_KEY, MAX_NAME
-from saf.sending import bulk
 from tests.programs import run
 
 SOON = datetime.now(UTC) + timedelta(hours=1)
@@ -401,7 +400,8 @@ def test_many_messages_keep_their_optional_fields_apart(app: Dsn, engine: sa.Eng
 
 @pytest.fixture
 def small_statements(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "LARGEST_STATEMENT", 1000)
+    for module in ("saf.outbox", "saf.transaction"):
+        monkeypatch.setattr(f"{module}.LARGEST_STATEMENT", 1000)
 
 
 def large(*sizes: int) -> list[Message]:

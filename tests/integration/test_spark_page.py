@@ -12,9 +12,9 @@ from saf.broker.services import create_service
 from saf.config import load
 from saf.database import Dsn
 from saf.spark import java
-from saf.spark.table.fields import TEXT, schema_of
 from saf.spark.table.options import NAMES
 from saf.spark.table.outgoing import TYPES
+from saf.spark.table.query import TEXT, schema_of
 from tests import short_lived
 from tests.archives import in_log, may_go
 from tests.pages import blocks, page, prepared, shell

@@ -14,7 +14,7 @@ from saf.columns import MESSAGE
 from saf.database import Dsn, fetch
 from saf.destinations.settings import Quality
 from saf.dialogs.contracts import SENDERS, VALIDATIONS
-from saf.dialogs.states import State
+from saf.dialogs.statements import State
 from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import MAX_SHARDS, shard_expression
 from saf.message import Row

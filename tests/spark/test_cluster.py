@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pyspark
@@ -31,7 +32,8 @@ from tests.programs import ROOT, configuration, environment, last_json, received
 
 pytestmark = pytest.mark.full
 
-CANARY = "canary-kX7pQ2vN9"
+CANARY = f"canary-{uuid4()}"
+"""Of this process, because one beside it may run the test that shows its own."""
 SPARK = Path(pyspark.__file__).parent
 START_SECONDS = 60
 

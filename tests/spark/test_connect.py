@@ -21,7 +21,7 @@ from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from saf.spark import remote
 from saf.spark.remote import ConnectRunner
-from saf.spark.table.fields import schema_of
+from saf.spark.table.query import schema_of
 from tests.connect_server import ConnectServer, connect_server
 from tests.delta_table import rows
 from tests.files import files_where

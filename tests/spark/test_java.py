@@ -10,7 +10,7 @@ import pytest
 
 from saf.errors import ConfigurationError
 from saf.spark import java
-from saf.spark.checking import examine_machine
+from saf.spark.java import examine_machine
 
 
 def fake_java(folder: Path, version: str) -> Path:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from saf.database import Dsn
+from saf.spark import java
 from tests.needed import absent, needed
 from tests.pipeline import connect
 from tests.programs import configuration
@@ -101,6 +102,27 @@ def test_a_user_without_a_name_on_a_host_whose_name_does_not_resolve_starts_a_se
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "uid-54321\nrows 1000\n"
+
+
+@pytest.mark.parametrize("hanging", ["launcher", "JVM"])
+def test_a_java_that_hangs_is_killed_and_named(hanging: str, tmp_path: Path) -> None:
+    program = tmp_path / "bin" / "java"
+    program.parent.mkdir()
+    real = java.find().home / "bin" / "java"
+    launcher = (
+        "" if hanging == "launcher" else f'case "$*" in *.launcher.*) exec {real} "$@";; esac\n'
+    )
+    sleep = f"sleep 1{os.getpid()}"
+    program.write_text(f"#!/bin/sh\n{launcher}exec {sleep}\n")
+    program.chmod(0o755)
+    (tmp_path / "release").write_text('JAVA_VERSION="21.0.2"\n')
+    limit = "from saf.spark import session\nsession.START_SECONDS = 3\n"
+    started = time.monotonic()
+    done = run_driver(limit, START, JAVA_HOME=str(tmp_path))
+    assert time.monotonic() - started < 60
+    assert f"JVM has not answered within 3 s, and was killed: see whether {program}" in done.stderr
+    commands = [" ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])]
+    assert sleep not in commands
 
 
 @pytest.mark.full

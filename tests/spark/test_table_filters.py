@@ -24,8 +24,8 @@ from pyspark.sql.datasource import (
 
 from saf.database import Dsn, fetch
 from saf.log.shards import shard_of
-from saf.spark.table.filters import condition, shards_of
 from saf.spark.table.part import Part
+from saf.spark.table.query import condition, shards_of
 from saf.spark.table.source import Messages
 from tests.pipeline import connect
 from tests.spark.filters import BEGIN, COLUMNS, TEXTS, conditions, fill

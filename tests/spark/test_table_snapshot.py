@@ -16,7 +16,8 @@ from saf.engine.source import given
 from saf.errors import PurgedMeanwhile
 from saf.log import ring
 from saf.spark.table import part as parts
-from saf.spark.table.part import Part, Query, read
+from saf.spark.table.part import Part, read
+from saf.spark.table.query import Query
 from saf.spark.table.source import Messages, Scan
 from tests.pipeline import connect, run, send
 from tests.ring import leave_slot

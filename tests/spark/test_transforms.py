@@ -18,7 +18,7 @@ from saf.routing.routes import add_route, add_topic
 from saf.setaside.dropped import dropped
 from saf.setaside.waiting import parked
 from saf.spark import evaluation, plans, transforms
-from saf.spark.results import SEEN
+from saf.spark.transforms import SEEN
 from tests import on_spark
 from tests.destinations import NOWHERE
 from tests.on_spark import forward

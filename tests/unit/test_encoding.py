@@ -14,9 +14,8 @@ import pytest
 from pydantic import BaseModel, RootModel
 
 from saf.errors import InvalidMessage
-from saf.message import Message, encode
+from saf.message import Encoder, Message, encode
 from saf.received import READ, Headers, Received
-from saf.sending.encoding import Encoder
 
 
 class Colour(Enum):

@@ -24,8 +24,7 @@ from hypothesis import strategies as st
 import saf
 from saf.errors import UsageError
 from saf.message import MAX_HEADERS, Number, Row
-from saf.signing.form import covered, read_headers, signed_bytes
-from saf.signing.keys import Algorithm
+from saf.signing.signer import Algorithm, covered, read_headers, signed_bytes
 from tests.signing import ED25519, PRIVATE, PUBLIC, SECRET, hmac_key, signer
 
 

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from saf.errors import ConfigurationError
-from saf.spark.identity import ADDRESSED_BY, NAMED_BY, address, java_options
+from saf.spark.java import ADDRESSED_BY, NAMED_BY, address, java_options
 
 LOST = "no-such-host.invalid"
 

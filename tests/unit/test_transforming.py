@@ -19,7 +19,7 @@ from saf.engine.storing import vouched
 from saf.engine.transforming import RESULT, Evaluated, Transforming
 from saf.errors import Unavailable
 from saf.message import MAX_HEADERS
-from saf.spark.items import unbroken
+from saf.spark.evaluation import unbroken
 
 END = {"id": LAST, "ended": True}
 

@@ -35,10 +35,10 @@ from saf.destinations.settings import unusable
 from saf.destinations.texts import uuids
 from saf.errors import Unavailable
 from saf.failpoints import fail_point
+from saf.log.archive import SlotRows, reading
 from saf.log.columns import OF_SPARK, plain
 from saf.log.disk import make_folder
 from saf.log.ring import Contents
-from saf.log.slot_rows import SlotRows, reading
 
 if TYPE_CHECKING:
     from saf.destinations.delta import Delta

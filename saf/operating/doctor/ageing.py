@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from saf.dialogs.states import State
+from saf.dialogs.statements import State
 from saf.operating.doctor.patient import Found, Patient
 from saf.operating.wording import age, counted
 from saf.setaside.dropped import Reason

@@ -76,10 +76,9 @@ def primary(patient: Patient) -> Found:
 
 
 UNSAFE = """
-SELECT name, CASE WHEN name IN ('autovacuum', 'array_nulls') THEN 'warning' ELSE 'error' END
+SELECT name, CASE WHEN name = 'autovacuum' THEN 'warning' ELSE 'error' END
 FROM pg_settings
 WHERE name IN ('fsync', 'full_page_writes', 'autovacuum') AND setting = 'off'
-   OR name = 'array_nulls' AND reset_val = 'off' -- saf's own sessions have it on
 ORDER BY name
 """
 
@@ -87,10 +86,9 @@ ORDER BY name
 def settings(patient: Patient) -> Found:
     """Report settings with which a crash loses committed data, or tables only grow."""
     for name, severity in patient.ask(UNSAFE):
-        harm = {
-            "array_nulls": "sending many messages in one call fails",
-            "autovacuum": "the tables of cursors and watermarks bloat with each batch",
-        }.get(name, "a crash of the machine loses or corrupts committed messages")
+        harm = "a crash of the machine loses or corrupts committed messages"
+        if name == "autovacuum":
+            harm = "the tables of cursors and watermarks bloat with each batch"
         yield severity, f"{name} = off: {harm}", f"ALTER SYSTEM SET {name} = on, then reload"
 
 

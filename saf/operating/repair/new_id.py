@@ -29,7 +29,7 @@ from uuid import UUID
 import psycopg
 
 from saf.database import fetch
-from saf.dialogs.states import State
+from saf.dialogs.statements import State
 from saf.errors import UsageError
 from saf.log.cursor import COMPLETE
 from saf.log.shards import IS_PRESENT

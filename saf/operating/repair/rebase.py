@@ -27,8 +27,8 @@ is written, and `rebase` repairs both, in one transaction:
   they cannot be told from new ones. So are messages that were in hand or parked at the backup: some
   of them may have been set aside since, and would count as stored.
 - The ends of dialogs learn that they belong to a new incarnation of this broker, and compare what
-  they know with the other ends (`saf.dialogs.comparing`). A dialog with targets at two destinations
-  continues with one of them (`saf.dialogs.one_target`).
+  they know with the other ends. A dialog with targets at two destinations continues with one of
+  them (`saf.dialogs.set_back`).
 
 The restored source cannot send messages again that it has lost. Those that arrived are at the
 destination. `saf.operating.repair.send_again` repairs a destination that was set back.
@@ -48,7 +48,7 @@ from saf.broker import whole
 from saf.database import fetch
 from saf.destinations.marks import Known, shards_of
 from saf.dialogs.monologs import ReceivedMonolog
-from saf.dialogs.one_target import Target, settle
+from saf.dialogs.set_back import Target, settle
 from saf.engine.acknowledged import adopt
 from saf.errors import RowsGone, UsageError
 from saf.log import lineage

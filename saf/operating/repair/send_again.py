@@ -53,8 +53,8 @@ from saf.database import Dsn, check_schema, of_broker, unavailable_if_lost
 from saf.destinations import Entry
 from saf.destinations.marks import Known, reached
 from saf.destinations.settings import DestinationSettings
-from saf.dialogs.comparing import compare
 from saf.dialogs.monologs import SentMonolog, received_monologs, sent_monologs, subscribers_set_back
+from saf.dialogs.set_back import compare_all
 from saf.engine.acknowledged import adopt
 from saf.errors import CannotReadBack, UsageError
 from saf.log.shards import shard_of
@@ -349,7 +349,7 @@ def _let_go_on(
     for name, differ in behind.items():
         adopt(connection, known[name].destination, known[name].marks, differ.behind)
         retry_now(connection, name)
-    compare(connection)
+    compare_all(connection)
 
 
 def _let_subscribers_know(

@@ -34,8 +34,8 @@ from saf.destinations.marks import (
     Place,
     compare,
 )
-from saf.dialogs.comparing import announce
 from saf.dialogs.monologs import ReceivedMonolog
+from saf.dialogs.set_back import announce
 from saf.engine.acknowledged import not_parked
 
 IDENTITY = "SELECT broker_id FROM saf.broker"

@@ -3,7 +3,7 @@
     saf.spark.register(spark)
     messages = spark.read.format("saf").option("broker", "shop").option("log", "outbox").load()
 
-`saf.spark.table.source` contains the classes that Spark calls. It plans a read in one transaction
-(`snapshot`) and reads each partition in a task (`part`). `options`, `fields` and `filters` define
-what a read can ask for. The forwarder imports none of this.
+`saf.spark.table.source` contains the classes that Spark calls for a read, which is planned in one
+transaction; a task reads each partition (`part`). `options` and `query` define what a read can ask
+for. Writers are in `sink`, streams in `stream`. The forwarder imports none of this.
 """

@@ -36,13 +36,10 @@ from pyspark.sql.datasource import InputPartition
 from saf.database import fetch
 from saf.destinations.kinds import table_at
 from saf.errors import ConfigurationError, MissingExtra, Unavailable
-from saf.log.archive import pieces
+from saf.log.archive import WHOSE, pieces
 from saf.log.columns import plain
 from saf.log.ring import SIZES, SLOTS
-from saf.log.slot_rows import WHOSE
-from saf.spark.table import fields
-from saf.spark.table.filters import Condition
-from saf.spark.table.part import Query
+from saf.spark.table.query import Condition, Query, shaped
 
 if TYPE_CHECKING:
     from saf.destinations.delta import Delta
@@ -231,7 +228,7 @@ def read(part: Archived, query: Query) -> Iterator[pa.RecordBatch]:
         for path in part.paths:
             for rows in _rows(files, path, query.names, wanted):
                 if rows.num_rows:
-                    yield fields.shaped(plain(rows), query.asked, part.broker)
+                    yield shaped(plain(rows), query.asked, part.broker)
 
 
 def _filesystem(part: Archived) -> FileSystem:

@@ -188,27 +188,29 @@ def options_of(given: Mapping[str, str]) -> Options:
         broker=known.get("broker"),
         config=known.get("config"),
         dsn_from=known.get("dsn_from"),
-        partitions=_partitions(known.get("partitions")),
+        partitions=_number("partitions", known, 1, MAX_SHARDS),
         archive=_archive(known.get("archive")),
         subscription=known.get("subscription"),
         start=_start(known.get("start", "beginning")),
         limit=Limit(
-            rows=_most("maxRowsPerTrigger", known), bytes=_most("maxBytesPerTrigger", known)
+            rows=_number("maxRowsPerTrigger", known, 1) or NO_LIMIT,
+            bytes=_number("maxBytesPerTrigger", known, 1) or NO_LIMIT,
         ),
         application=known.get("txnAppId"),
-        version=_version(known.get("txnVersion")),
+        version=_number("txnVersion", known, 0),
         given=tuple(known),
     )
 
 
-def _partitions(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or not 1 <= int(text) <= MAX_SHARDS:
+def _number(name: str, known: Mapping[str, str], least: int, most: int = NO_LIMIT) -> int | None:
+    """Return the number that an option gives; None without it."""
+    text = known.get(name)
+    if text is not None and not (text.isdecimal() and least <= int(text) <= most):
+        to = "on" if most == NO_LIMIT else f"to {most}"
         raise ConfigurationError(
-            f"the option partitions is a number from 1 to {MAX_SHARDS}, and not {text!r}"
+            f"the option {name} is a number from {least} {to}, and not {text!r}"
         )
-    return int(text)
+    return None if text is None else int(text)
 
 
 def _archive(text: str | None) -> str | None:
@@ -224,23 +226,6 @@ def _start(text: str) -> Start:
     if text not in ("beginning", "now"):
         raise ConfigurationError(f"the option start is beginning or now, and not {text!r}")
     return cast("Start", text)
-
-
-def _most(name: str, known: Mapping[str, str]) -> int:
-    text = known.get(name)
-    if text is None:
-        return NO_LIMIT
-    if not text.isdecimal() or not 1 <= int(text) <= NO_LIMIT:
-        raise ConfigurationError(f"the option {name} is a number from 1 on, and not {text!r}")
-    return int(text)
-
-
-def _version(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or int(text) > NO_LIMIT:
-        raise ConfigurationError(f"the option txnVersion is a number from 0 on, and not {text!r}")
-    return int(text)
 
 
 def refuse_for_batch(options: Options) -> None:

@@ -47,6 +47,7 @@ from saf.message import (
     encode_body,
     encode_headers,
 )
+from saf.spark.table.query import same_type
 
 TEXTS = {"service": MAX_NAME, "key": MAX_KEY, "message_type": MAX_NAME, "from_service": MAX_NAME}
 """The text columns, with their maximum sizes in bytes."""
@@ -79,7 +80,7 @@ def check_columns(schema: StructType) -> None:
                 f"of sent messages are {', '.join(TYPES)}; select them, or drop the others"
             )
         types = TYPES[field.name]
-        if not any(_is_a(field.dataType, type_) for type_ in types):
+        if not any(same_type(field.dataType, type_) for type_ in types):
             raise ConfigurationError(
                 f"the column {field.name!r} of a message is a "
                 f"{' or a '.join(type_.simpleString() for type_ in types)}, and not a "
@@ -250,9 +251,3 @@ def _is_uuid(text: str | None) -> bool:
         return text is None or bool(UUID(text))
     except ValueError:
         return False
-
-
-def _is_a(kind: DataType, other: DataType) -> bool:
-    if isinstance(kind, MapType) and isinstance(other, MapType):
-        return kind.keyType == other.keyType and kind.valueType == other.valueType
-    return kind == other

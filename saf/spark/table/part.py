@@ -5,7 +5,7 @@ is a text, and holds nothing at the source: no transaction, no lock. A row that 
 it, and rows never change. So each partition, whenever and however often its task runs, reads the
 same rows; rows committed later are not among them (see `saf.log.cursor`). Reading changes nothing,
 so a task may be retried, or run twice. A stream's partitions lie between two of its offsets instead
-(see `saf.spark.table.followed`); `storage` records the files for them.
+(see `saf.spark.table.stream`); `storage` records the files for them.
 
 Only a purge removes rows: it empties a whole slot of the ring by giving the slot a new file. So the
 files are recorded with the snapshot, while a lock keeps purges out. A task takes the same lock, and
@@ -32,7 +32,6 @@ import psycopg
 import pyarrow as pa
 from psycopg import sql
 from pyspark.sql.datasource import InputPartition
-from pyspark.sql.types import StructType
 
 from saf.broker import health
 from saf.database import Dsn, bulk, check_schema, fetch, unavailable_if_lost
@@ -40,13 +39,12 @@ from saf.engine.source import NotInWindows, bounded, given, in_order, reading
 from saf.engine.survey import WINDOW_BYTES, NotSurveyed, Window, survey
 from saf.errors import PurgedMeanwhile
 from saf.limits import KEPT
-from saf.log.columns import MORE, MORE_THAN_COMMON, UNCOMMON, completed
+from saf.log.columns import completed
 from saf.log.cursor import Batch
 from saf.log.offset import BEGINNING, shows_all_of
 from saf.log.ring import SLOTS
 from saf.log.side import KEEP_UNPURGED
-from saf.spark.table import fields
-from saf.spark.table.filters import Condition
+from saf.spark.table.query import Query, shaped
 
 DEEP_BYTES = 4 * WINDOW_BYTES
 """Log size above which rows are read in windows (see `saf.engine.source`), not sorted at the
@@ -63,7 +61,7 @@ FROM generate_series(0, {SLOTS - 1}) AS slot
 STORAGE = f"SELECT {KEPT}, ({FILES})"
 
 NOW = f"""
-SELECT pg_current_snapshot()::text, (SELECT shards FROM saf.broker), {KEPT}, ({FILES}),
+SELECT pg_current_snapshot()::text, (SELECT shards FROM saf.broker),
        (SELECT sum(pg_table_size(('saf.{{log}}_' || slot)::regclass))
         FROM generate_series(0, {SLOTS - 1}) AS slot) >= {DEEP_BYTES}
 """
@@ -73,7 +71,15 @@ SELECT shard, done::text FROM saf.cursor
 WHERE subscription_id = {subscription_id} AND shard IN ({shards})
 """
 
-ROWS = "SELECT {columns} FROM ({rows}) AS message WHERE {conditions}"
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """A log's tables; see `storage`."""
+
+    kept: bool
+    """True if the log's constraint holds for all rows; see `saf.limits.KEPT`."""
+    files: tuple[int, ...]
+    """Identifier of each slot's file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +91,7 @@ class Snapshot:
     """pg_snapshot as text."""
     shards: int
     """The broker's number of shards."""
-    kept: bool
-    """True if the log's constraint holds for all rows; see `saf.limits.KEPT`."""
-    files: tuple[int, ...]
-    """Storage identifier of each slot."""
+    storage: Storage
     deep: bool
 
     def batch(self, shards: list[int]) -> Batch:
@@ -107,14 +110,6 @@ class Snapshot:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Storage:
-    """Facts about a log's tables that a task needs."""
-
-    kept: bool
-    files: tuple[int, ...]
-
-
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Part(InputPartition):
     """Everything that one task needs. Spark passes it to that task only, and never shows it."""
@@ -125,55 +120,10 @@ class Part(InputPartition):
     """The broker's name in saf.toml, or the place of its dsn."""
     dsn: Dsn
     batch: Batch
-    kept: bool
-    """True if the log's constraint holds for all rows; see `saf.limits.KEPT`."""
-    files: tuple[int, ...]
-    """Storage identifier of each slot at the time of the snapshot."""
+    storage: Storage
+    """As at the time of the snapshot."""
     deep: bool
     """True if the log is too large to sort its rows at the source."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Query:
-    """The query for each partition."""
-
-    asked: StructType
-    conditions: tuple[Condition, ...] = ()
-
-    @property
-    def names(self) -> list[str]:
-        """The log's columns that the query returns, including the id."""
-        return fields.columns_read(self.asked, ())
-
-    @property
-    def has_seldom(self) -> bool:
-        """True if the query returns columns that most messages lack."""
-        return not UNCOMMON.keys().isdisjoint(self.names)
-
-    def columns(self, *, kept: bool, common: bool = False) -> list[str | sql.Composable]:
-        """Return the log's columns to read; ``common``: see `saf.log.columns.common`."""
-        others = (condition.column for condition in self.conditions)
-        names = fields.columns_read(self.asked, others)
-        if not common:
-            return fields.at_source(names, kept=kept)
-        common_names = [name for name in names if name not in UNCOMMON]
-        return [*fields.at_source(common_names, kept=kept), MORE_THAN_COMMON]
-
-    def of(self, rows: str, *, common: bool = False) -> str:
-        """Return the whole query around ``rows``, a query for its `columns`."""
-        names = self.names
-        if common:
-            names = [*(name for name in names if name not in UNCOMMON), MORE]
-        conditions = " AND ".join(["true", *(condition.text for condition in self.conditions)])
-        return (
-            sql.SQL(ROWS)
-            .format(
-                columns=sql.SQL(", ").join(map(sql.Identifier, names)),
-                rows=sql.SQL(rows),
-                conditions=sql.SQL(conditions),
-            )
-            .as_string(None)
-        )
 
 
 def take(
@@ -194,19 +144,12 @@ def take(
     with unavailable_if_lost(what), dsn.connect(role="read") as connection:
         connection.read_only = True
         check(connection, log)
-        connection.execute(sql.SQL(LOCK).format(log=sql.Identifier(log)))
-        ((snapshot, shards, kept, files, deep),) = fetch(connection, NOW.format(log=log).encode())
+        stored = storage(connection, log)
+        ((snapshot, shards, deep),) = fetch(connection, NOW.format(log=log).encode())
         if meanwhile is not None:
             meanwhile(connection)
         connection.rollback()
-    return Snapshot(
-        log=log,
-        snapshot=snapshot,
-        shards=shards,
-        kept=bool(kept),
-        files=tuple(files),
-        deep=bool(deep),
-    )
+    return Snapshot(log=log, snapshot=snapshot, shards=shards, storage=stored, deep=bool(deep))
 
 
 def storage(connection: psycopg.Connection[Any], log: str) -> Storage:
@@ -234,7 +177,7 @@ def read(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
         Unavailable: the database does not answer, or stops answering.
     """
     for rows in _rows(part, query):
-        yield fields.shaped(rows, query.asked, part.broker)
+        yield shaped(rows, query.asked, part.broker)
 
 
 def _rows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
@@ -249,14 +192,14 @@ def _rows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
         else:
             return
     with _unpurged(part) as cursor:
-        sorted_ = f"{query.of(rest.rows(query.columns(kept=part.kept)))} ORDER BY id"
+        sorted_ = f"{query.of(rest.rows(query.columns(kept=part.storage.kept)))} ORDER BY id"
         yield from given(cursor, sorted_)
 
 
 def _in_windows(part: Part, query: Query) -> Iterator[pa.RecordBatch]:
     batch, common = part.batch, query.has_seldom
-    columns = query.columns(kept=part.kept)
-    few = query.columns(kept=part.kept, common=True)
+    columns = query.columns(kept=part.storage.kept)
+    few = query.columns(kept=part.storage.kept, common=True)
     with _unpurged(part) as cursor:
 
         def within(window: Window) -> Iterable[pa.RecordBatch]:
@@ -286,7 +229,7 @@ def _unpurged(part: Part) -> Iterator[bulk.BulkCursor]:
         ((files,),) = cursor.fetchall()
         purged = [
             slot
-            for slot, (now, before) in enumerate(zip(files, part.files, strict=True))
+            for slot, (now, before) in enumerate(zip(files, part.storage.files, strict=True))
             if now != before
         ]
         if purged and not _keeps(cursor, part.batch):

@@ -14,24 +14,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 from uuid import uuid4
 
+import adbc_driver_manager.dbapi as adbc
 import psycopg
+import pyarrow as pa
 from pyspark.sql.datasource import (
     DataSourceArrowWriter,
     DataSourceStreamArrowWriter,
     WriterCommitMessage,
 )
 
-from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.database import Dsn, bulk, check_schema, connections, translated, unavailable_if_lost
 from saf.database.patience import while_unavailable
 from saf.errors import ConfigurationError, NotThisStream, SafError
 from saf.sending import staging
+from saf.spark.table import outgoing
 from saf.telemetry.logger import Log
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 ATTEMPTS = 5
 """Attempts to commit while the broker does not answer; its mark makes repeats harmless."""
@@ -70,8 +70,6 @@ class Outgoing:
             Unavailable: the database does not answer.
         """
         from pyspark import TaskContext
-
-        from saf.spark.table.copying import Copy
 
         context = TaskContext.get()
         assert context is not None  # noqa: S101 - Spark calls it in a task only
@@ -207,3 +205,64 @@ class Epochs(DataSourceStreamArrowWriter):
 
 def _written(messages: Messages) -> list[Written]:
     return [message for message in messages if isinstance(message, Written)]
+
+
+class Copy:
+    """Rows staged by one attempt of a task. Leaving the block commits; an error rolls back."""
+
+    def __init__(self, what: str, dsn: Dsn, *, stream: bool = False) -> None:
+        self._what = what
+        self._dsn = dsn
+        self._stream = stream
+        self._connection: bulk.Connection | None = None
+        self.attempt: int | None = None
+        """None if no rows were added."""
+        self.messages = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def add(self, rows: pa.RecordBatch) -> None:
+        """Stage rows after those added before.
+
+        Raises:
+            InvalidMessage: the first row that could not be sent.
+            Unavailable: the database does not answer.
+        """
+        if not rows.num_rows:
+            return
+        connection = self._connection = self._connection or self._begun()
+        assert self.attempt is not None  # noqa: S101 - begun
+        ready = outgoing.staged(rows, self.attempt, self.messages, may_be_late=self._stream)
+        with self._errors(), connection.cursor() as cursor:
+            cursor.adbc_ingest("staged", ready, mode="append", db_schema_name="saf")
+        self.messages += rows.num_rows
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._connection is None:
+            return
+        try:
+            if kind is None:
+                with self._errors():
+                    self._connection.commit()
+        finally:
+            connections.drop(self._connection)
+
+    def _begun(self) -> bulk.Connection:
+        with (
+            unavailable_if_lost(self._what),
+            self._dsn.connect(role="sink", autocommit=True) as connection,
+        ):
+            check_schema(connection)
+            self.attempt = staging.begin(connection)
+        with self._errors():
+            return bulk.connect(self._dsn, "sink", self._what)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Translate errors of ADBC."""
+        try:
+            yield
+        except (adbc.Error, OSError) as error:
+            state = getattr(error, "sqlstate", None)
+            raise translated(self._what, state, self._dsn.redact(str(error))) from None

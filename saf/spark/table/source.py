@@ -19,8 +19,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, Filter, InputPa
 from pyspark.sql.types import StructType
 
 from saf.errors import ConfigurationError
-from saf.spark.table import fields, outgoing
-from saf.spark.table.filters import Condition, condition, shards_of
+from saf.spark.table import outgoing
 from saf.spark.table.options import (
     Options,
     for_sink,
@@ -28,12 +27,14 @@ from saf.spark.table.options import (
     refuse_for_batch,
     refuse_for_stream,
 )
-from saf.spark.table.sink import Batch, Epochs, Outgoing
-from saf.spark.table.stream import Stream
+from saf.spark.table.query import Condition, Query, check_schema, condition, schema_of, shards_of
 
 if TYPE_CHECKING:
     import psycopg
     import pyarrow as pa
+
+    from saf.spark.table.sink import Batch, Epochs
+    from saf.spark.table.stream import Stream
 
 FORMAT = "saf"
 SLOTS = 8
@@ -54,24 +55,28 @@ class Messages(DataSource):
     def schema(self) -> StructType:
         """Return all columns of the log."""
         options = options_of(self.options)
-        return fields.schema_of(options.log, several=options.several)
+        return schema_of(options.log, several=options.several)
 
     def reader(self, schema: StructType) -> Scan:
         """Return the reader of a scan."""
         options = options_of(self.options)
         refuse_for_batch(options)
-        fields.check_schema(options.log, schema)
+        check_schema(options.log, schema)
         return Scan(options, schema, options.partitions or self.slots)
 
     def streamReader(self, schema: StructType) -> Stream:  # noqa: N802 - Spark's name
         """Return the reader of a stream."""
+        from saf.spark.table.stream import Stream
+
         options = options_of(self.options)
         refuse_for_stream(options)
-        fields.check_schema(options.log, schema)
+        check_schema(options.log, schema)
         return Stream(options, schema, options.partitions or self.slots)
 
     def writer(self, schema: StructType, overwrite: bool) -> Batch:
         """Return the writer of a DataFrame."""
+        from saf.spark.table.sink import Batch, Outgoing
+
         options = for_sink(self.options, stream=False)
         outgoing.check_columns(schema)
         if overwrite:
@@ -83,6 +88,8 @@ class Messages(DataSource):
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> Epochs:  # noqa: N802 - Spark's
         """Return the writer of a stream."""
+        from saf.spark.table.sink import Epochs, Outgoing
+
         options = for_sink(self.options, stream=True)
         outgoing.check_columns(schema)
         if overwrite:
@@ -128,8 +135,7 @@ class Scan(DataSourceReader):
                 broker=broker,
                 dsn=dsn,
                 batch=batch,
-                kept=now.kept,
-                files=now.files,
+                storage=now.storage,
                 # a few shards of many are found by the index
                 deep=now.deep and len(shards) == now.shards,
             )
@@ -141,7 +147,7 @@ class Scan(DataSourceReader):
         """Yield the rows of a partition, in a task."""
         from saf.spark.table import archived, part
 
-        query = part.Query(asked=self._asked, conditions=self._conditions)
+        query = Query(asked=self._asked, conditions=self._conditions)
         # if no shard can have rows, there are no partitions, and Spark creates an empty one
         if isinstance(partition, part.Part):
             yield from part.read(partition, query)

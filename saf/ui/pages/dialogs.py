@@ -9,7 +9,7 @@ from uuid import UUID
 from starlette.responses import Response
 
 from saf.dialogs.conversations import Conversation, Exchange, Spoken, exchange, page, place_at
-from saf.dialogs.states import State
+from saf.dialogs.statements import State
 from saf.errors import UsageError
 from saf.ui.site import Visit
 

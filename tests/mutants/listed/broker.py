@@ -28,8 +28,7 @@ MUTANTS: list[Mutant] = [
         "saf/database/bounds.py",
         "set_config('array_nulls', 'on', false)",
         "current_setting('array_nulls')",
-        f"{WHOLE}::"
-        "test_where_array_nulls_is_off_messages_are_forwarded_and_received_and_the_doctor_warns",
+        f"{WHOLE}::test_where_array_nulls_is_off_messages_are_forwarded_and_received",
     ),
     mutant(
         "no policy is looked for at the first contact",

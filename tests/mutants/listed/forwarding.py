@@ -260,13 +260,13 @@ MUTANTS: list[Mutant] = [
     mutant(
         "items of work share a task",
         "saf/spark/runner.py",
-        "parallelize(items.partitions(work), len(work))",
-        "parallelize(items.partitions(work), max(1, len(work) - 1))",
+        "parallelize([*map(pickle.dumps, work)], len(work))",
+        "parallelize([*map(pickle.dumps, work)], max(1, len(work) - 1))",
         "spark/test_fleet.py::test_each_item_of_work_is_a_task_of_its_own",
     ),
     mutant(
         "what goes into a plan of Spark Connect is not sealed",
-        "saf/spark/sealing.py",
+        "saf/spark/remote.py",
         "Fernet(self.key).encrypt(pickle.dumps(value))",
         "pickle.dumps(value)",
         "spark/test_connect.py::test_a_plan_that_the_server_writes_to_its_log_holds_no_password",

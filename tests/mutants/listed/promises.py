@@ -9,21 +9,21 @@ TARGETS = "contract/test_dialogs_two_targets.py"
 MUTANTS: list[Mutant] = [
     mutant(
         "an initiator accepts answers from two targets",
-        "saf/dialogs/one_target.py",
+        "saf/dialogs/set_back.py",
         "        elif endpoint.facts.answered_by != message.source:",
         "        elif endpoint.facts.answered_by == message.message_id:",
         f"{TARGETS}::test_an_answer_of_another_target_is_a_dead_letter_and_fails_that_target",
     ),
     mutant(
         "a target that never answers gets no Error from the repair",
-        "saf/dialogs/one_target.py",
+        "saf/dialogs/set_back.py",
         "SELECT handle, broker FROM target WHERE place > 1",
         "SELECT handle, broker FROM target WHERE place > 2",
         f"{TARGETS}::test_a_target_that_never_answers_is_told_by_the_repair_that_the_dialog_is_elsewhere",
     ),
     mutant(
         "a repair does not ask which destination a dialog uses",
-        "saf/dialogs/one_target.py",
+        "saf/dialogs/set_back.py",
         "CAST(conversation_id AS text), destination FROM target WHERE place = 1",
         "CAST(conversation_id AS text), destination FROM target WHERE place = 0",
         f"{TARGETS}::test_a_choice_that_a_set_back_has_forgotten_is_found_at_the_destination",

@@ -10,7 +10,6 @@ MESSAGE, TRANSACTION, DATABASE, OUTBOX = (
     "saf/database/dsn.py",
     "saf/outbox.py",
 )
-ENCODING = "saf/sending/encoding.py"
 MESSAGES, DSN = "unit/test_message.py", "unit/test_dsn.py"
 ENTRANCE, SENT = "integration/test_entrance.py", "integration/test_outbox.py"
 
@@ -51,7 +50,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "bytes of a copy are escaped where backslashes are",
-        "saf/sending/bulk.py",
+        "saf/outbox.py",
         "in parameters.in_rows(connection, rows)",
         "in rows",
         "contract/test_unusual_databases.py::"
@@ -94,21 +93,21 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "many messages are copied although the rules of senders forbid a COPY",
-        "saf/sending/bulk.py",
+        "saf/outbox.py",
         "    if forbidden:\n",
         "    if not rows:\n",
         "integration/test_senders.py::test_a_role_sends_only_as_whom_and_to_whom_its_rules_say",
     ),
     mutant(
         "a pipeline is given a COPY",
-        "saf/sending/bulk.py",
+        "saf/outbox.py",
         "!= PipelineStatus.OFF",
         "== PipelineStatus.ABORTED",
         "integration/test_outbox.py::test_many_messages_are_sent_in_a_pipeline",
     ),
     mutant(
         "the caller's library does not learn that a COPY has begun its transaction",
-        "saf/sending/bulk.py",
+        "saf/outbox.py",
         "    ((forbidden,),) = transaction.fetch(FORBIDDEN)\n",
         "    ((forbidden,),) = connection.execute(FORBIDDEN).fetchall()\n",
         "integration/test_outbox.py::"
@@ -153,14 +152,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an INSERT has any number of bytes",
-        "saf/sending/bulk.py",
+        "saf/outbox.py",
         "if size > LARGEST_STATEMENT and statements[-1]:",
         "if size < 0:",
         f"{SENT}::test_large_messages_are_several_statements_and_stay_in_their_order",
     ),
     mutant(
         "some of many messages are sent where each statement is a transaction",
-        "saf/sending/bulk.py",
+        "saf/transaction.py",
         "if len(statements) > 1 and transaction.commits_by_itself():",
         "if len(statements) < 0:",
         f"{SENT}::test_large_messages_are_refused_where_each_statement_would_be_a_transaction",
@@ -195,7 +194,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a number that is none is JSON",
-        ENCODING,
+        MESSAGE,
         'separators=(",", ":"), allow_nan=False,',
         'separators=(",", ":"), allow_nan=True,',
         MESSAGES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-FORM, KEYS, SIGNER = "saf/signing/form.py", "saf/signing/keys.py", "saf/signing/signer.py"
+SIGNER = "saf/signing/signer.py"
 VERIFIER, WEBHOOK = "saf/signing/verifier.py", "saf/signing/webhook.py"
 SIGNING, DIALOGS = "contract/test_signing.py", "contract/test_signed_dialogs.py"
 SIGNATURES, DOCTESTS = "unit/test_signatures.py", "unit/test_doctests.py"
@@ -14,7 +14,7 @@ ALTERED = f"{SIGNING}::test_each_part_of_a_message_that_is_altered_between_makes
 MUTANTS: list[Mutant] = [
     mutant(
         "a name is not told from a longer one with its beginning",
-        FORM,
+        SIGNER,
         'written.append(b"s%d:%s" % (len(name), name))',
         'written.append(b"s:%s" % name)',
         DOCTESTS,
@@ -84,7 +84,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a secret is as short as one likes",
-        KEYS,
+        SIGNER,
         "if secret is None or len(secret) < KEY_BYTES:",
         "if secret is None:",
         f"{SIGNATURES}::test_what_is_no_key_is_refused_without_being_shown",

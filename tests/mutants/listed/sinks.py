@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 
 STAGING = "saf/sending/staging.py"
-OUTGOING, SINK, COPYING = (f"saf/spark/table/{name}.py" for name in ("outgoing", "sink", "copying"))
+OUTGOING, SINK = (f"saf/spark/table/{name}.py" for name in ("outgoing", "sink"))
 SINKS = "contract/test_sinks.py"
 
 MUTANTS: list[Mutant] = [
@@ -39,7 +39,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a task that fails has staged what it had",
-        COPYING,
+        SINK,
         "            if kind is None:\n",
         "            if True:\n",
         f"{SINKS}::test_a_task_that_fails_leaves_nothing_and_a_job_that_fails_is_discarded",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 
 OFFSET, STREAM = (f"saf/log/{name}.py" for name in ("offset", "stream"))
-FOLLOWED, READER = (f"saf/spark/table/{name}.py" for name in ("followed", "stream"))
+READER = "saf/spark/table/stream.py"
 STREAMS = "contract/test_streams.py"
 TABLE = "saf/destinations/delta/micro_batches.py"
 LAKE = "contract/test_micro_batches.py"
@@ -70,7 +70,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a stream that pauses keeps its last messages for ever",
-        FOLLOWED,
+        READER,
         "return replace(start, settled=True)",
         "return start",
         f"{STREAMS}::test_a_purge_keeps_what_is_not_committed_and_takes_it_afterwards",

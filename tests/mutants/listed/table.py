@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-PART, FILTERS, FIELDS = (f"saf/spark/table/{name}.py" for name in ("part", "filters", "fields"))
+PART, QUERY = "saf/spark/table/part.py", "saf/spark/table/query.py"
 OPTIONS = "saf/spark/table/options.py"
 MOMENT = "spark/test_table_snapshot.py"
 
@@ -50,7 +50,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a new checkpoint without a limit forgets where its subscription begins",
-        "saf/spark/table/followed.py",
+        "saf/spark/table/stream.py",
         " and not known.begins_at(start)",
         "",
         "contract/test_streams.py::"
@@ -140,7 +140,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "texts are compared as the database sorts them",
-        FILTERS,
+        QUERY,
         "\"convert_to({column}, 'UTF8') {operator} convert_to({value}::text, 'UTF8')\"",
         '"{column} COLLATE \\"und-x-icu\\" {operator} {value}::text"',
         "spark/test_table_filters.py"
@@ -148,14 +148,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what the database cannot hold is asked of it",
-        FILTERS,
+        QUERY,
         'isinstance(value, str) and "\\0" not in value and _is_utf8(value)',
         "isinstance(value, str)",
         "spark/test_table_filters.py::test_spark_keeps_what_it_cannot_or_no_row_could_match",
     ),
     mutant(
         "one body that is no text takes the other bodies' texts away",
-        FIELDS,
+        QUERY,
         "[_decoded(body) for body in bodies.to_pylist()]",
         "[None for body in bodies.to_pylist()]",
         "spark/test_table.py::test_a_schema_chooses_the_columns_and_their_order",

@@ -34,7 +34,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what Spark breaks off is a message's fault",
-        "saf/spark/items.py",
+        "saf/spark/evaluation.py",
         "    except Exception as error:  # of Arrow",
         "    except ZeroDivisionError as error:  # of Arrow",
         f"{UNIT}::test_results_that_end_too_early_leave_nothing_out",
