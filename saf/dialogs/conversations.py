@@ -25,7 +25,7 @@ from saf.database import fetch, of_broker
 from saf.database.pages import Page, foreign, page_of
 from saf.dialogs.states import State
 from saf.errors import DialogNotFound, UsageError
-from saf.log.cursor import BY_INDEX
+from saf.log.read import BY_INDEX
 from saf.log.shards import shard_expression, shard_of
 from saf.setaside.dropped import ADD, Reason
 from saf.setaside.lane import Kind

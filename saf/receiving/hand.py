@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import UUID
 
 from saf.received import Received
@@ -17,8 +17,24 @@ from saf.setaside.lane import Kind
 if TYPE_CHECKING:
     from saf.signing.signer import Signer
 
-# Fates of a message. NOW: may be handed out; SPOKEN: a dialog's message, only in its turn
-NOW, LATE, EXPIRED, SPOKEN, UNREAD = 0, 1, 2, 3, 4
+# Fates of a message. NOW: may be handed out; SPOKEN: a dialog's message, only in its turn; BEHIND:
+# its key waits
+NOW, LATE, EXPIRED, SPOKEN, UNREAD, BEHIND = range(6)
+
+NO_IDS = "{}"
+"""An empty set of ids in PostgreSQL's form."""
+
+
+class Place(NamedTuple):
+    """Where to read on in the open batch of a shard. Snapshots are text."""
+
+    shard: int
+    done: str
+    open: str | None
+    after: int
+    """The id after which to read."""
+    beyond: str
+    """Ids after it that are complete already, as an int8multirange."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +75,15 @@ class Shard:
     cuts: list[str]
     """Transaction ids at which the next batches may end, in order."""
     epoch: int
+    beyond: str = NO_IDS
+    """Ids beyond the position that a dispatcher has completed in the batch."""
     closed: tuple[int, str, str, str | None, list[str]] | None = None
     """The batch closed last, with the state that `reopen` restores."""
+
+    @property
+    def place(self) -> Place:
+        """Where to read on."""
+        return Place(self.shard, self.done, self.open, self.position, self.beyond)
 
     def open_at(self, snapshot: str) -> None:
         """Open a batch: up to the next cut, or up to the snapshot if no cut is left."""
@@ -75,7 +98,7 @@ class Shard:
         """Close the batch, which is complete."""
         assert self.open is not None  # noqa: S101 - only an open batch is closed
         self.closed = self.batch, self.done, self.open, self.until, [*self.cuts]
-        self.done, self.open, self.position = self.open, None, 0
+        self.done, self.open, self.position, self.beyond = self.open, None, 0, NO_IDS
         if self.until is not None and self.cuts:
             self.open_at(self.until)
         else:

@@ -37,7 +37,7 @@ from saf.log.shards import Member
 from saf.operating.decide import retry
 from saf.operating.endpoints import find
 from saf.operating.repair.rebase import rebase
-from saf.receiving import link
+from saf.receiving import link, reading
 from saf.receiving.dispatch import dispatcher as running
 from saf.receiving.dispatch import marking, read_ahead, source
 from saf.receiving.dispatch.condition import Book
@@ -1183,9 +1183,7 @@ def marks_of_one_rejected(connection: psycopg.Connection[Any], reader: Reader) -
     window.own(source.owned(connection, reader))
     (batch,) = source.open_batches(connection, reader)
     window.shards[batch.shard].begin(batch)
-    rows, whole = source.read(
-        connection, reader, [window.shards[batch.shard]], each=10, limit=10, max_bytes=1000
-    )
+    rows, whole = reading.next_messages(connection, reader, [window.shards[batch.shard].place], 10)
     assert whole == {batch.shard}
     source.take(window, rows)
     message = window.next()

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saf.receiving.dispatch.progress import NONE, InHand, Mark
+from saf.receiving.dispatch.progress import InHand, Mark
+from saf.receiving.hand import NO_IDS
 
 
 def ids_of(text: str) -> set[int]:
@@ -18,7 +19,7 @@ def ids_of(text: str) -> set[int]:
 
 
 def multirange(ids: set[int]) -> str:
-    return "{" + ",".join(f"[{one},{one + 1})" for one in sorted(ids)) + "}" if ids else NONE
+    return "{" + ",".join(f"[{one},{one + 1})" for one in sorted(ids)) + "}" if ids else NO_IDS
 
 
 @dataclass

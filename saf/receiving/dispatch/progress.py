@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-NONE = "{}"
-"""An empty set of ids in PostgreSQL's form."""
+from saf.receiving.hand import NO_IDS, Place
 
 
 @dataclass(kw_only=True)
@@ -31,9 +30,9 @@ class InHand:
     done: str
     open: str | None
     position: int
-    known: str = NONE
+    known: str = NO_IDS
     """Ids complete beyond the position when this member took the shard over."""
-    ids: str = NONE
+    ids: str = NO_IDS
     """Ids beyond the position that this member has marked as complete."""
     read: int = 0
     """Highest id up to which messages were read."""
@@ -50,6 +49,11 @@ class InHand:
 
     def __post_init__(self) -> None:
         self.read = max(self.read, self.position)
+
+    @property
+    def place(self) -> Place:
+        """Where to read on."""
+        return Place(self.shard, self.done, self.open, self.read, self.known)
 
     def begin(self, batch: InHand) -> None:
         """Begin an opened batch."""
@@ -73,7 +77,7 @@ class InHand:
         if self.closes:
             assert self.open is not None  # noqa: S101 - only an open batch is closed
             self.done, self.open, self.position = self.open, None, 0
-            self.known, self.ids, self.read, self.whole, self.last = NONE, NONE, 0, False, 0
+            self.known, self.ids, self.read, self.whole, self.last = NO_IDS, NO_IDS, 0, False, 0
             return Mark(shard=self.shard, epoch=epoch, batch=batch, position=0, closed=True)
         if self.open is not None:
             first = next(iter(self.pending), None)
@@ -99,7 +103,7 @@ class Mark:
     batch: int
     position: int
     closed: bool = False
-    ids: str = NONE
+    ids: str = NO_IDS
     new: bool = False
     """True if the ids must be written."""
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import psycopg
 
 from saf.received import SHARD
+from saf.receiving import reading
 from saf.receiving.dispatch import source
 from saf.receiving.dispatch.progress import InHand
 from saf.receiving.dispatch.settings import Endpoint
@@ -112,15 +113,17 @@ class ReadAhead:
         if not unread or not self.hungry:
             return
         # the window may change during the query: compute the arguments first
+        places = [hand.place for hand in unread]
         limit, max_bytes = self._capacity - window.held, MAX_BYTES - window.bytes
         rows, whole = await self._ask(
-            lambda connection: source.read(
+            lambda connection: reading.next_messages(
                 connection,
                 self._reader,
-                unread,
+                places,
+                limit,
                 each=self._capacity // PART,
-                limit=limit,
                 max_bytes=max_bytes,
+                behind=True,
             )
         )
         self._reads += 1
@@ -157,7 +160,9 @@ class ReadAhead:
                 )
             source.take_lane(window, lane, self._endpoint.attempts)
         delayed = await self._ask(
-            lambda connection: source.due_late(connection, reader, shards, late, **limits)
+            lambda connection: reading.delayed(
+                connection, reader, shards, in_memory=late, behind=True, **limits
+            )
         )
         source.take_late(window, delayed)
         opened = await self._ask(lambda connection: source.open_batches(connection, reader))

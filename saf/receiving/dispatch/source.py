@@ -7,23 +7,23 @@ alone, and names its owner and epoch; `saf.receiving.dispatch.marking` writes re
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import psycopg
-from psycopg.rows import tuple_row
 
 from saf.database import fetch, of_broker
+from saf.log.read import BEYOND
 from saf.log.shards import NEWEST, THIS_ROW
-from saf.received import EXPRESSIONS, ID, READ, SHARD, WITH_READABLE, Received
+from saf.received import Received
+from saf.receiving import reading
 from saf.receiving.claim import NEW
-from saf.receiving.dispatch.progress import NONE, InHand
+from saf.receiving.dispatch.progress import InHand
 from saf.receiving.dispatch.window import Window
-from saf.receiving.hand import EXPIRED, LATE, UNREAD, Reader
-from saf.receiving.reading import FATE, IN_BATCH, SINCE, refuse_doubled
+from saf.receiving.hand import BEHIND, EXPIRED, LATE, NO_IDS, UNREAD, Reader
+from saf.receiving.reading import FATE_AT, PARKED_AT
 from saf.setaside import dropped
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
@@ -40,10 +40,9 @@ CLOCK = "SELECT clock_timestamp()"
 
 OWNED = f"""
 SELECT c.shard, c.epoch, c.batch, c.done::text, c.open::text, c.position,
-       coalesce(d.ids::text, '{NONE}')
+       coalesce(d.ids::text, '{NO_IDS}')
 FROM {NEWEST} AS c
-LEFT JOIN saf.dispatched d ON d.subscription_id = c.subscription_id AND d.shard = c.shard
-    AND d.batch = c.batch AND c.open IS NOT NULL
+{BEYOND}
 WHERE c.owner = %(owner)s
 """
 
@@ -57,36 +56,6 @@ FROM (SELECT shard, batch FROM {NEWEST} AS c
       WHERE c.owner = %(owner)s AND c.open IS NULL AND ({NEW})) AS n
 WHERE {THIS_ROW} AND c.owner = %(owner)s AND c.open IS NULL
 RETURNING c.shard, c.epoch, c.batch, c.done::text, c.open::text
-"""
-
-# The sizes of bodies are summed in the database, and only bodies that fit are fetched
-BEHIND = f"""
-EXISTS (SELECT FROM saf.backoff b
-        WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
-          AND b.kind = '{Kind.KEY}' AND b.subject = coalesce(since.key, since.message_id::text))
-"""
-READ_AHEAD = f"""
-SELECT * FROM (
-    SELECT *, (sum(bytes) OVER (ORDER BY place, id) - bytes)::bigint AS before,
-           count(*) OVER () AS found
-    FROM (
-        SELECT m.*, c.place
-        FROM unnest(%(shards)s::smallint[], %(done)s::pg_snapshot[], %(open)s::pg_snapshot[],
-                    %(read)s::bigint[], %(ids)s::int8multirange[])
-            WITH ORDINALITY AS c (shard, done, open, position, ids, place)
-        CROSS JOIN LATERAL (
-            SELECT {EXPRESSIONS}, {FATE} AS fate, {BEHIND} AS behind,
-                   octet_length(body) AS bytes
-            FROM (SELECT {WITH_READABLE} FROM ({SINCE}) AS since
-                  WHERE {IN_BATCH.format(open="c.open")} AND id > c.position AND NOT id <@ c.ids
-                  ORDER BY id LIMIT %(each)s) AS since
-            ORDER BY id
-        ) AS m
-        LIMIT %(limit)s
-    ) AS found_rows
-) AS counted
-WHERE before < %(bytes)s
-ORDER BY place, id
 """
 
 # A key that a worker left waiting for a handler is sent, unless a dialog's message comes first
@@ -106,44 +75,6 @@ ANY_WAITS = f"""
 SELECT EXISTS (SELECT FROM saf.backoff
                WHERE subscription_id = %(subscription_id)s AND destination = ''
                  AND kind = '{Kind.KEY}' AND next_attempt_at < timestamptz '{BLOCKED}')
-"""
-READ_LANES = f"""
-SELECT * FROM (
-    SELECT m.*, l.place, (sum(bytes) OVER (ORDER BY l.place, m.id) - bytes)::bigint AS before
-    FROM unnest(%(lanes)s::text[]) WITH ORDINALITY AS l (subject, place)
-    LEFT JOIN LATERAL (
-        SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id, octet_length(body) AS bytes
-        FROM (SELECT {WITH_READABLE} FROM saf.parked
-              WHERE subscription_id = %(subscription_id)s AND destination = ''
-                AND kind = '{Kind.KEY}' AND subject = l.subject
-              ORDER BY id LIMIT {LANE_MESSAGES}) AS lane
-        ORDER BY id
-    ) AS m ON true
-) AS counted
-WHERE coalesce(before, 0) < %(bytes)s
-ORDER BY place, id
-"""
-READ_LATE = f"""
-SELECT * FROM (
-    SELECT *, (sum(bytes) OVER (ORDER BY deliver_at, id) - bytes)::bigint AS before
-    FROM (
-        SELECT {EXPRESSIONS}, {FATE} AS fate, {BEHIND} AS behind, parked_id,
-               octet_length(body) AS bytes
-        FROM (SELECT {WITH_READABLE} FROM saf.parked
-              WHERE subscription_id = %(subscription_id)s AND destination = ''
-                AND kind = '{Kind.LATER}'
-                AND subject = ANY (ARRAY(
-                    SELECT subject FROM saf.backoff
-                    WHERE subscription_id = %(subscription_id)s AND destination = ''
-                      AND kind = '{Kind.LATER}' AND next_attempt_at <= now()
-                      AND subject = ANY (%(subjects)s)))
-                AND deliver_at <= now() AND parked_id <> ALL (%(in_memory)s)
-              ORDER BY deliver_at, id LIMIT %(limit)s) AS since
-        ORDER BY deliver_at, id
-    ) AS few
-) AS counted
-WHERE before < %(bytes)s
-ORDER BY deliver_at, id
 """
 
 
@@ -173,55 +104,14 @@ def open_batches(connection: psycopg.Connection[Any], reader: Reader) -> list[In
     ]
 
 
-def read(
-    connection: psycopg.Connection[Any],
-    reader: Reader,
-    shards: Sequence[InHand],
-    *,
-    each: int,
-    limit: int,
-    max_bytes: int,
-) -> tuple[list[tuple[Any, ...]], set[int]]:
-    """Read the next messages of these shards, in this order, at most ``each`` per shard.
-
-    Return rows for `take`, and the shards that were read completely.
-    """
-    params = {
-        **_of(reader),
-        "shards": [position.shard for position in shards],
-        "done": [position.done for position in shards],
-        "open": [position.open for position in shards],
-        "read": [position.read for position in shards],
-        "ids": [position.known for position in shards],
-        "each": each,
-        "limit": limit,
-        "bytes": max_bytes,
-    }
-    rows = _rows(connection, READ_AHEAD, params)
-    refuse_doubled(connection, rows)
-    last = len(shards) + 1
-    if rows:
-        *_, place, _, found = rows[-1]
-        if found == limit or len(rows) < found:
-            # this shard may have more messages, and the shards after it were not read
-            last = place
-    counts = Counter(row[SHARD] for row in rows)
-    return rows, {
-        position.shard
-        for place, position in enumerate(shards, start=1)
-        if place < last and counts[position.shard] < each
-    }
-
-
 def take(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
     """Put rows that were read into the window, each by its fate."""
-    width = len(READ)
     for row in rows:
-        message, fate = Received(row), row[width]
+        message, fate = Received(row), row[FATE_AT]
         if fate == LATE:
             window.postpone(message)
         elif not _is_buried(window, message, fate):
-            window.add(message, behind=row[width + 1])
+            window.add(message, behind=fate == BEHIND)
 
 
 def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
@@ -231,10 +121,10 @@ def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
     """
     if lane.name in window.lanes or lane.shard not in window.shards:
         return
-    width, pending = len(READ), []
+    pending = []
     for number, row in enumerate(lane.rows):
         attempts = lane.attempts if number == 0 else 0
-        message, fate = Received(row, row[width + 1], attempts + 1), row[width]
+        message, fate = Received(row, row[PARKED_AT], attempts + 1), row[FATE_AT]
         if _is_buried(window, message, fate):
             continue
         if attempts >= max_attempts:
@@ -246,11 +136,10 @@ def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
 
 def take_late(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
     """Put messages whose deliver_at has come into the window."""
-    width = len(READ)
     for row in rows:
-        message, fate = Received(row, row[width + 2]), row[width]
+        message, fate = Received(row, row[PARKED_AT]), row[FATE_AT]
         if not _is_buried(window, message, fate):
-            window.add_late(message, behind=row[width + 1])
+            window.add_late(message, behind=fate == BEHIND)
 
 
 def _is_buried(window: Window, message: Received, fate: int) -> bool:
@@ -302,15 +191,12 @@ def due_lanes(
     found = fetch(connection, DUE, params)
     if not found:
         return []
-    params |= {"lanes": [subject for subject, *_ in found], "bytes": max_bytes}
-    # a lane without messages has an empty row; a lane that was not read has none
-    rows: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
-    for row in _rows(connection, READ_LANES, params):
-        rows[row[-2]] += [row] if row[ID] is not None else []
+    lanes = [subject for subject, *_ in found]
+    rows = reading.of_lanes(connection, reader, lanes, LANE_MESSAGES, max_bytes)
     return [
-        DueLane(name=subject, shard=shard, attempts=attempts, error=error, rows=rows[place])
-        for place, (subject, shard, attempts, error) in enumerate(found, start=1)
-        if place in rows
+        DueLane(name=subject, shard=shard, attempts=attempts, error=error, rows=rows[subject])
+        for subject, shard, attempts, error in found
+        if subject in rows
     ]
 
 
@@ -319,36 +205,9 @@ def any_waits(connection: psycopg.Connection[Any], reader: Reader) -> bool:
     return bool(fetch(connection, ANY_WAITS, _of(reader))[0][0])
 
 
-def due_late(
-    connection: psycopg.Connection[Any],
-    reader: Reader,
-    shards: Collection[int],
-    in_memory: Collection[int],
-    *,
-    limit: int,
-    max_bytes: int,
-) -> list[tuple[Any, ...]]:
-    """Return rows of messages whose deliver_at has come, except the parked ids ``in_memory``."""
-    params = {
-        **_of(reader),
-        "subjects": [str(shard) for shard in shards],
-        "in_memory": list(in_memory),
-        "limit": limit,
-        "bytes": max_bytes,
-    }
-    return _rows(connection, READ_LATE, params)
-
-
 def _of(reader: Reader) -> dict[str, Any]:
     return {
         "subscription_id": reader.subscription_id,
         "owner": reader.owner,
         "service": reader.service,
     }
-
-
-def _rows(
-    connection: psycopg.Connection[Any], query: str, params: dict[str, Any]
-) -> list[tuple[Any, ...]]:
-    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
-        return cursor.execute(query, params, binary=True).fetchall()

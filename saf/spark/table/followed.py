@@ -18,8 +18,9 @@ import psycopg
 from saf.database import Dsn, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, NotThisStream
 from saf.log import stream
-from saf.log.cursor import BY_INDEX, has_more_than
+from saf.log.cursor import has_more_than
 from saf.log.offset import Counted, Limit, Offset, between, shows_all_of
+from saf.log.read import BY_INDEX
 from saf.log.stream import Start, State
 from saf.spark.table import part
 from saf.spark.table.part import Part

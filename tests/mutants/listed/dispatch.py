@@ -223,9 +223,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "who takes over from a dispatcher handles again what its endpoint has answered",
-        "saf/receiving/reading.py",
-        "            AND (id <@ d.ids) IS NOT TRUE\n",
-        "",
+        "saf/receiving/claim.py",
+        "coalesce(d.ids::text, '{NO_IDS}')",
+        "'{NO_IDS}'",
         f"{DISPATCH}::test_a_worker_that_takes_over_handles_only_what_no_endpoint_has_answered",
     ),
     mutant(
@@ -427,8 +427,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was complete beyond the position is not known to who takes over",
         SOURCE,
-        "AND NOT id <@ c.ids\n",
-        "\n",
+        "coalesce(d.ids::text, '{NO_IDS}')",
+        "'{NO_IDS}'",
         KILLED,
     ),
     mutant(
@@ -462,7 +462,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what waits behind a message is sent before it",
         SOURCE,
-        "            window.add(message, behind=row[width + 1])",
+        "            window.add(message, behind=fate == BEHIND)",
         "            window.add(message, behind=False)",
         f"{DISPATCH}::test_a_message_that_fails_waits_and_only_its_key_behind_it",
     ),
