@@ -154,15 +154,23 @@ class Hand:
 
     def take(self, message: Received, fate: int) -> None:
         """Add a message, to be handed out unless its fate is an outcome."""
-        if fate == UNREAD:
-            self.outcomes[message] = UNREADABLE
-        elif fate == EXPIRED:
-            self.outcomes[message] = OVERDUE
-        elif fate == LATE:
-            self.outcomes[message] = Parked.of(Kind.LATER, message.shard)
+        outcome = outcome_of(message, fate)
+        if outcome is not None:
+            self.outcomes[message] = outcome
         else:
             self.spoken = self.spoken or fate == SPOKEN
             self.messages.append(message)
+
+
+def outcome_of(message: Received, fate: int) -> Outcome | None:
+    """Return the outcome of a message that is not handed out; None for one that is."""
+    if fate == UNREAD:
+        return UNREADABLE
+    if fate == EXPIRED:
+        return OVERDUE
+    if fate == LATE:
+        return Parked.of(Kind.LATER, message.shard)
+    return Parked.of(Kind.KEY, message.lane) if fate == BEHIND else None
 
 
 def cut(snapshot: str, txid: int) -> str:

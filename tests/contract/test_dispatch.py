@@ -1185,7 +1185,8 @@ def marks_of_one_rejected(connection: psycopg.Connection[Any], reader: Reader) -
     window.shards[batch.shard].begin(batch)
     rows, whole = reading.next_messages(connection, reader, [window.shards[batch.shard].place], 10)
     assert whole == {batch.shard}
-    source.take(window, rows)
+    for row in rows:
+        window.add(saf.Received(row))
     message = window.next()
     assert message is not None
     window.reject(message, "rejected", "no")

@@ -13,13 +13,14 @@ from typing import Any, Protocol, TypeVar
 
 import psycopg
 
-from saf.received import SHARD
+from saf.received import SHARD, Received
 from saf.receiving import reading
 from saf.receiving.dispatch import source
 from saf.receiving.dispatch.progress import InHand
 from saf.receiving.dispatch.settings import Endpoint
 from saf.receiving.dispatch.window import Window
-from saf.receiving.hand import Reader
+from saf.receiving.hand import Reader, outcome_of
+from saf.receiving.reading import FATE_AT, PARKED_AT
 from saf.telemetry.logger import Log
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.005, 0.5
@@ -131,7 +132,9 @@ class ReadAhead:
             window.shards[shard].turn = self._reads
         for shard in whole:
             window.shards[shard].whole = True
-        source.take(window, rows)
+        for row in rows:
+            message = Received(row)
+            window.add(message, outcome_of(message, row[FATE_AT]))
         self.found = True
 
     async def _poll(self) -> bool:
@@ -164,7 +167,9 @@ class ReadAhead:
                 connection, reader, shards, in_memory=late, behind=True, **limits
             )
         )
-        source.take_late(window, delayed)
+        for row in delayed:
+            message = Received(row, row[PARKED_AT])
+            window.add(message, outcome_of(message, row[FATE_AT]))
         opened = await self._ask(lambda connection: source.open_batches(connection, reader))
         for batch in opened:
             window.shards[batch.shard].begin(batch)

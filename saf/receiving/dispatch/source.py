@@ -7,7 +7,7 @@ alone, and names its owner and epoch; `saf.receiving.dispatch.marking` writes re
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -21,10 +21,9 @@ from saf.received import Received
 from saf.receiving import reading
 from saf.receiving.claim import NEW
 from saf.receiving.dispatch.progress import InHand
-from saf.receiving.dispatch.window import Window
-from saf.receiving.hand import BEHIND, EXPIRED, LATE, NO_IDS, UNREAD, Reader
+from saf.receiving.dispatch.window import Window, dead
+from saf.receiving.hand import NO_IDS, Reader, outcome_of
 from saf.receiving.reading import FATE_AT, PARKED_AT
-from saf.setaside import dropped
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
 
@@ -104,16 +103,6 @@ def open_batches(connection: psycopg.Connection[Any], reader: Reader) -> list[In
     ]
 
 
-def take(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
-    """Put rows that were read into the window, each by its fate."""
-    for row in rows:
-        message, fate = Received(row), row[FATE_AT]
-        if fate == LATE:
-            window.postpone(message)
-        elif not _is_buried(window, message, fate):
-            window.add(message, behind=fate == BEHIND)
-
-
 def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
     """Put the first messages of a due lane into the window.
 
@@ -124,33 +113,15 @@ def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
     pending = []
     for number, row in enumerate(lane.rows):
         attempts = lane.attempts if number == 0 else 0
-        message, fate = Received(row, row[PARKED_AT], attempts + 1), row[FATE_AT]
-        if _is_buried(window, message, fate):
-            continue
-        if attempts >= max_attempts:
-            window.bury(message, "failed", lane.error)
-        else:
+        message = Received(row, row[PARKED_AT], attempts + 1)
+        outcome = outcome_of(message, row[FATE_AT])
+        if outcome is None and attempts >= max_attempts:
+            outcome = dead("failed", lane.error)
+        if outcome is None:
             pending.append(message)
+        else:
+            window.add(message, outcome)
     window.add_parked(lane.name, lane.shard, pending)
-
-
-def take_late(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
-    """Put messages whose deliver_at has come into the window."""
-    for row in rows:
-        message, fate = Received(row, row[PARKED_AT]), row[FATE_AT]
-        if not _is_buried(window, message, fate):
-            window.add_late(message, behind=fate == BEHIND)
-
-
-def _is_buried(window: Window, message: Received, fate: int) -> bool:
-    """Return whether a message can never be sent; if so, make it a dead letter."""
-    if fate == EXPIRED:
-        window.bury(message, "expired", dropped.EXPIRED)
-    elif fate == UNREAD:
-        window.bury(message, "over_size", None)
-    else:
-        return False
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)

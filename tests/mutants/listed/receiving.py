@@ -519,8 +519,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is delayed is handed out",
         "saf/receiving/hand.py",
-        "elif fate == LATE:",
-        "elif fate == LATE and self.outcomes:",
+        "if fate == LATE:",
+        "if fate == LATE and message.key is None:",
         "unit/test_outcomes.py::test_what_is_not_handed_out_has_its_outcome_from_the_start",
     ),
     mutant(
