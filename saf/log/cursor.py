@@ -31,7 +31,17 @@ Guarantees, where simpler schemes fail (the idea is PgQ's; here it is per shard)
   synchronous_commit = on; WAL is written in order, so everything visible before is durable.
 
 Every write names owner and epoch (see `saf.log.shards`) and the batch. If any of them has changed,
-the write changes nothing and raises `Fenced`.
+the write changes nothing and raises `Fenced`. Other readers of logs open and move their cursors by
+statements of their own, because they own them in another way:
+
+- A dispatcher (`saf.receiving.dispatch.marking`) owns shards by lease and epoch, too, but opens a
+  shard alone, once it has new rows, and completes rows of a batch in any order.
+- A receiver (`saf.receiving.claim`) needs no lease: its work and its position commit in one
+  transaction, which locks the cursor.
+- A stream (`saf.log.stream`) waits for no other process: its epoch alone names the newest query,
+  and its checkpoint gives the snapshot.
+
+All find their rows by `saf.log.read`.
 
 This module never reads from a standby, never deletes, and does not order messages of different
 shards among each other.

@@ -61,22 +61,28 @@ class Reader:
 
 
 @dataclass(kw_only=True)
-class Shard:
-    """The cursor of a shard in hand; `move` writes it. Snapshots are text."""
+class Cursor:
+    """The cursor of a shard. Snapshots are text."""
 
     shard: int
     batch: int
-    done: str
-    open: str | None
-    position: int
-    allowance: int | None
-    until: str | None
-    """The snapshot for which ``cuts`` were found."""
-    cuts: list[str]
-    """Transaction ids at which the next batches may end, in order."""
-    epoch: int
+    epoch: int = 0
+    done: str = ""
+    open: str | None = None
+    position: int = 0
     beyond: str = NO_IDS
-    """Ids beyond the position that a dispatcher has completed in the batch."""
+    """Ids beyond the position that a dispatcher had completed when the cursor was read."""
+
+
+@dataclass(kw_only=True)
+class Shard(Cursor):
+    """The cursor of a shard in hand; `saf.receiving.claim.move` writes it."""
+
+    allowance: int | None = None
+    until: str | None = None
+    """The snapshot for which ``cuts`` were found."""
+    cuts: list[str] = field(default_factory=list)
+    """Transaction ids at which the next batches may end, in order."""
     closed: tuple[int, str, str, str | None, list[str]] | None = None
     """The batch closed last, with the state that `reopen` restores."""
 

@@ -47,7 +47,7 @@ class Stored:
             done="1:1:",
             open="9:9:",
             position=self.position,
-            known=multirange(self.ids),
+            beyond=multirange(self.ids),
         )
 
 
@@ -64,7 +64,7 @@ def test_what_is_marked_is_not_read_again_and_all_else_is(
     hand = stored.taken_over()
 
     def unread() -> list[int]:
-        known = ids_of(hand.known)
+        known = ids_of(hand.beyond)
         return [one for one in batch if one > hand.read and one not in known]
 
     def read(number: int) -> None:

@@ -26,9 +26,9 @@ from saf.receiving.dispatch import marking, replies, source, talking
 from saf.receiving.dispatch.condition import Book
 from saf.receiving.dispatch.http import Client
 from saf.receiving.dispatch.judging import Judge
-from saf.receiving.dispatch.read_ahead import ReadAhead
 from saf.receiving.dispatch.sending import Sender
 from saf.receiving.dispatch.settings import Endpoint, StoredEndpoint
+from saf.receiving.dispatch.source import ReadAhead
 from saf.receiving.dispatch.window import Walk, Window
 from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership

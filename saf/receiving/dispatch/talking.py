@@ -180,23 +180,9 @@ def in_hand(
     return Hand(
         reader=reader,
         transaction=transaction,
-        shards={number: _shard(number, batch) for number, batch in batches.items()},
+        shards={number: Shard(shard=number, batch=batch) for number, batch in batches.items()},
         written=dict.fromkeys(batches, 0),
         late=sorted(late),
         messages=[*messages],
         spoken=bool(messages),
-    )
-
-
-def _shard(number: int, batch: int) -> Shard:
-    return Shard(
-        shard=number,
-        batch=batch,
-        done="",
-        open=None,
-        position=0,
-        allowance=None,
-        until=None,
-        cuts=[],
-        epoch=0,
     )

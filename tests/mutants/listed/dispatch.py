@@ -377,14 +377,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "keys that rest fill the window",
-        "saf/receiving/dispatch/read_ahead.py",
+        SOURCE,
         "len(window.lanes) - window.resting < 2",
         "len(window.lanes) < 2",
         "contract/test_dispatch.py::test_keys_that_rest_keep_no_other_key_waiting",
     ),
     mutant(
         "in a backlog, the first shards are read again and again",
-        "saf/receiving/dispatch/read_ahead.py",
+        SOURCE,
         "            key=lambda hand: hand.turn,\n",
         "            key=lambda hand: len(hand.pending),\n",
         f"{DISPATCH}::test_in_a_backlog_all_shards_take_turns",
