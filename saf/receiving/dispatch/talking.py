@@ -109,10 +109,10 @@ def settle(
 
     Return the counts of messages set aside.
     """
-    by_id = {message.message_id: result for message, result in results.items()}
-    delivery = _delivery(connection, reader, batches, [*results])
+    by_id = {message.message_id: message for message in results}
+    delivery = _delivery(connection, reader, batches, [*by_id.values()])
     for message in delivery:
-        result = by_id[message.message_id]
+        result = results[by_id[message.message_id]]
         effect = hook().by_itself(message)
         if result.error is not None:
             delivery.reject(message, result.error, reason=result.reason)
