@@ -27,7 +27,7 @@ from psycopg.rows import class_row
 from saf import errors
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
-from saf.log.cursor import COMPLETE
+from saf.log.read import left
 from saf.message import MAX_NAME, fits
 from saf.routing.local import refuse_local
 from saf.setaside.audit import audit
@@ -86,9 +86,9 @@ WITH incomplete AS (
 LEFT_OVER = f"""
 {INCOMPLETE}
 SELECT EXISTS (
-           SELECT FROM saf.cursor c JOIN saf.inbox i ON i.shard = c.shard
+           SELECT FROM saf.cursor c
+           CROSS JOIN LATERAL ({left("saf.inbox", "id, txid, to_service")}) AS i
            WHERE c.subscription_id = %(subscription_id)s
-             AND NOT pg_visible_in_snapshot(i.txid, c.done) AND NOT {COMPLETE.format(row="i")}
              AND (%(service)s::text IS NULL OR i.to_service = %(service)s)),
        EXISTS (SELECT FROM saf.parked WHERE subscription_id = %(subscription_id)s),
        EXISTS (SELECT FROM saf.dead_letter WHERE subscription_id = %(subscription_id)s),

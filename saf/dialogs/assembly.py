@@ -21,16 +21,17 @@ from psycopg.rows import tuple_row
 
 from saf.database import fetch
 from saf.errors import UsageError
+from saf.log.read import since_shown
 from saf.message import DEFAULT_MAX_BYTES, FRAGMENT, WHOLE
 from saf.received import Received
 from saf.receiving.hand import Reader
-from saf.receiving.reading import IN_HAND, SINCE
+from saf.receiving.reading import IN_HAND
 
 # Fragments that arrived before are already stored
 SET_ASIDE = f"""
 INSERT INTO saf.fragment (conversation_id, from_initiator, sequence, body)
 SELECT conversation_id, from_initiator, sequence, body
-FROM {IN_HAND} AS c CROSS JOIN LATERAL ({SINCE}) AS since
+FROM {IN_HAND} AS c CROSS JOIN LATERAL ({since_shown()}) AS since
 WHERE since.id = ANY (%(ids)s)
 ON CONFLICT DO NOTHING
 """
@@ -45,7 +46,7 @@ ON CONFLICT DO NOTHING
 # The hash that a signature covers; a waiting fragment's body is in saf.fragment
 HASHES = f"""
 SELECT since.id, NULL::bigint, encode(sha256(since.body), 'hex')
-FROM {IN_HAND} AS c CROSS JOIN LATERAL ({SINCE}) AS since WHERE since.id = ANY (%(ids)s)
+FROM {IN_HAND} AS c CROSS JOIN LATERAL ({since_shown()}) AS since WHERE since.id = ANY (%(ids)s)
 UNION ALL
 SELECT NULL, parked_id, encode(sha256(f.body), 'hex')
 FROM saf.parked JOIN saf.fragment f USING (conversation_id, from_initiator, sequence)

@@ -28,7 +28,7 @@ from saf.database.pages import Page, foreign, page_of
 from saf.dialogs.dialog import open_dialog
 from saf.dialogs.statements import Code, State
 from saf.errors import DialogNotFound, UsageError
-from saf.log.cursor import BY_INDEX
+from saf.log.read import BY_INDEX
 from saf.log.shards import shard_expression, shard_of
 from saf.setaside.dropped import ADD, Reason
 from saf.setaside.isolation import of_messages

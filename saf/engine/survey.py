@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 from psycopg import sql
 
-from saf.log.cursor import Batch, begun_since, since
+from saf.log.cursor import Batch
+from saf.log.read import begun_since, since
 from saf.log.ring import SLOT_ROWS, SLOTS
 
 WINDOW_BYTES = 8 * 1024 * 1024
@@ -55,7 +56,7 @@ SELECT set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan'
 BY_PAGES = "SELECT set_config('enable_indexscan', 'off', true)"
 
 # Name the slot by the partitions' expression, so that the planner skips the others
-IN_SLOT = "(SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot}) AS slot"
+IN_SLOT = "(SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot})"
 IN_WINDOW = """
 SELECT * FROM {log} WHERE (id / {slot_rows}) % {slots} = {slot}
 AND ctid >= {first}::tid AND ctid < {end}::tid AND shard = ANY ({shards}::smallint[])

@@ -33,6 +33,7 @@ from saf.engine.work import Receipt, Work
 from saf.errors import ConfigurationError, Fenced
 from saf.forwarding.runner import Vigil
 from saf.log import cursor
+from saf.log.read import BY_INDEX
 from saf.log.shards import NEWEST, Member
 from saf.operating.repair.new_id import Place
 from saf.routing.matching import Routes
@@ -383,7 +384,7 @@ class SourceBroker:
             self._member = None
             self._connection = self.dsn.connect(role="forward", autocommit=True)
             check_schema(self._connection)
-            self._connection.execute(cursor.BY_INDEX)
+            self._connection.execute(BY_INDEX)
         return self._connection
 
     def _identify(self, connection: psycopg.Connection[Any]) -> int:

@@ -27,7 +27,7 @@ import psycopg
 from psycopg import sql
 
 from saf.database import fetch, records
-from saf.log.cursor import BY_INDEX, begun_since
+from saf.log.read import BEYOND, BY_INDEX, begun_since
 from saf.log.ring import AGE_COLUMN, SLOT_ROWS, SLOTS
 from saf.log.shards import LAST
 
@@ -50,8 +50,7 @@ CROSS JOIN LATERAL (
     WHERE (subscription_id, shard, batch) <= (s.subscription_id, n.shard, {LAST})
     ORDER BY subscription_id DESC, shard DESC, batch DESC LIMIT 1) AS c
 LEFT JOIN saf.member m ON m.member_id = c.owner
-LEFT JOIN saf.dispatched d ON c.open IS NOT NULL
-    AND (d.subscription_id, d.shard, d.batch) = (c.subscription_id, c.shard, c.batch)
+{BEYOND}
 WHERE c.subscription_id = s.subscription_id AND c.shard = n.shard
 ORDER BY s.log DESC, s.name, n.shard
 """

@@ -31,7 +31,17 @@ Guarantees, where simpler schemes fail (the idea is PgQ's; here it is per shard)
   synchronous_commit = on; WAL is written in order, so everything visible before is durable.
 
 Every write names owner and epoch (see `saf.log.shards`) and the batch. If any of them has changed,
-the write changes nothing and raises `Fenced`.
+the write changes nothing and raises `Fenced`. Other readers of logs open and move their cursors by
+statements of their own, because they own them in another way:
+
+- A dispatcher (`saf.receiving.dispatch.marking`) owns shards by lease and epoch, too, but opens a
+  shard alone, once it has new rows, and completes rows of a batch in any order.
+- A receiver (`saf.receiving.claim`) needs no lease: its work and its position commit in one
+  transaction, which locks the cursor.
+- A stream (`saf.log.stream`) waits for no other process: its epoch alone names the newest query,
+  and its checkpoint gives the snapshot.
+
+All find their rows by `saf.log.read`.
 
 This module never reads from a standby, never deletes, and does not order messages of different
 shards among each other.
@@ -53,6 +63,7 @@ from psycopg.rows import dict_row
 from saf.database import DURABLY, array, fetch
 from saf.database.bounds import IDLE_NO_LONGER
 from saf.errors import Fenced
+from saf.log.read import IN_BATCH, since, since_shown
 from saf.log.shards import NEWEST, THIS_ROW, Member
 
 
@@ -134,34 +145,15 @@ class Batch:
         }
 
 
-ROWS = """
-SELECT {columns} FROM ({since}) AS since
-WHERE txid < pg_snapshot_xmax({open}::pg_snapshot)
-  AND pg_visible_in_snapshot(txid, {open}::pg_snapshot)
-  AND id > {position}
-"""
-
-COMPLETE = (
-    "(c.open IS NOT NULL AND pg_visible_in_snapshot({row}.txid, c.open) AND {row}.id <= c.position)"
-)
-"""SQL: whether a row that is not visible in ``done`` is complete, by its cursor ``c``."""
-
-BEGUN_SINCE = """
-SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid >= {xmax}::xid8
-"""
-
-# Rows of transactions that were in progress at the snapshot: looked up one transaction at a time.
-# UNION ALL and not OR, so that each half is a plain range or list on the index. The halves are
-# disjoint, because ids in progress are below xmax.
-ENDED_SINCE = """
-UNION ALL
-SELECT * FROM {log} WHERE shard = ANY ({shards}::smallint[]) AND txid = ANY ({xip}::xid8[])
+ROWS = f"""
+SELECT {{columns}} FROM ({{since}}) AS since WHERE {IN_BATCH} AND id > {{position}}
 """
 
 # The same rows with parameters, so that the server plans the query once
-NEW_ROWS = f"""
-SELECT count(*) FROM (SELECT FROM ({BEGUN_SINCE} {ENDED_SINCE}) AS since LIMIT {{most}}) AS few
-"""
+_ROWS_NOT_IN = since_shown(
+    "{log}", "", shards="= ANY (%(shards)s::smallint[])", done="%(done)s::pg_snapshot"
+)
+NEW_ROWS = f"SELECT count(*) FROM (SELECT FROM ({_ROWS_NOT_IN}) AS since LIMIT %(most)s) AS few"
 
 # Shards with the same two snapshots are one batch, read by one query
 BATCHES = """
@@ -175,11 +167,6 @@ ORDER BY batch, position
 
 # Without an open batch, ``open`` is NULL, and rows not in ``done`` may be opened
 OWNED = BATCHES.format(cursors=f"(SELECT * FROM {NEWEST} AS n WHERE owner = %(owner)s)")
-
-# For a session that polls for new rows: most polls find nothing, which only the index can show
-# quickly. With stale statistics, the planner may choose to scan the whole table, hoping to meet a
-# row early.
-BY_INDEX = "SET enable_seqscan = off; SET enable_bitmapscan = off"
 
 # All shards that are opened together get the same number, above all their earlier ones, so that
 # they stay one batch. The number only has to rise per shard. The commit is durable, whatever the
@@ -303,18 +290,11 @@ def new_rows(
 
     ``idle`` are the shards without a batch, by ``done``; see `Owned`.
     """
-    given = {name: sql.Placeholder(name) for name in ("shards", "xmax", "xip", "most")}
-    query = sql.SQL(NEW_ROWS).format(log=sql.Identifier("saf", log), **given)
+    query = sql.SQL(NEW_ROWS).format(log=sql.Identifier("saf", log))
     count = 0
     for done, shards in idle:
         if count < most:
-            xmax, xip = begun_since(done)
-            params = {
-                "shards": array(shards),
-                "xmax": xmax,
-                "xip": array(xip),
-                "most": most - count,
-            }
+            params = {"shards": array(shards), "done": done, "most": most - count}
             ((more,),) = fetch(connection, query, params)
             count += more
     return count
@@ -490,30 +470,3 @@ def _write(
         lost = set(batch.shards) - {row[0] for row in rows}
         raise Fenced("the source", sorted(lost))
     return rows
-
-
-def since(log: str | sql.Composable, shards: list[int], done: str) -> sql.Composed:
-    """Return the query for all rows that are not visible in a snapshot, committed or not.
-
-    ``log`` is the name of a log or of a slot of its ring, or an SQL expression for use in FROM. A
-    snapshot shows the transactions that began before its xmax and were not in progress.
-    """
-    xmax, in_progress = begun_since(done)
-    parts = {
-        "log": sql.Identifier("saf", log) if isinstance(log, str) else log,
-        "shards": sql.Literal(array(shards)),
-        "xmax": sql.Literal(xmax),
-        "xip": sql.Literal(array(in_progress)),
-    }
-    query = sql.SQL(BEGUN_SINCE).format(**parts)
-    return query + sql.SQL(ENDED_SINCE).format(**parts) if in_progress else query
-
-
-def begun_since(done: str) -> tuple[str, list[str]]:
-    """Return the first transaction that began after a snapshot, and those then in progress.
-
-    >>> begun_since("10:20:10,14"), begun_since("10:20:")
-    (('20', ['10', '14']), ('20', []))
-    """
-    _, xmax, in_progress = done.split(":")
-    return xmax, in_progress.split(",") if in_progress else []

@@ -29,7 +29,8 @@ import psycopg
 from psycopg import sql
 
 from saf.database import fetch
-from saf.log.cursor import BY_INDEX, Batch
+from saf.log.cursor import Batch
+from saf.log.read import BY_INDEX
 
 BEGINNING = "1:1:"
 """A snapshot that shows no rows."""

@@ -48,7 +48,7 @@ import psycopg
 from psycopg import sql
 
 from saf.database import fetch
-from saf.log.cursor import BY_INDEX, since
+from saf.log.read import BY_INDEX, since
 
 SLOTS = 8
 SLOT_ROWS = 1 << 20

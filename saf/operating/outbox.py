@@ -44,8 +44,8 @@ from saf.database import fetch, of_broker
 from saf.database.pages import Page, foreign
 from saf.errors import TookTooLong, Unavailable
 from saf.limits import HEADERS_READABLE
-from saf.log.cursor import BY_INDEX
 from saf.log.finding import Row
+from saf.log.read import BY_INDEX
 from saf.log.ring import SLOT_ROWS, SLOTS
 from saf.log.shards import LAST, shard_of
 from saf.setaside.dead import SHOWN

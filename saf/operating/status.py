@@ -27,7 +27,7 @@ from psycopg.rows import class_row
 from saf.broker.health import refuse
 from saf.database import fetch
 from saf.errors import RowsGone, ranges
-from saf.log.cursor import COMPLETE
+from saf.log.read import left
 from saf.log.ring import AGE_COLUMN
 from saf.setaside.dropped import Dropped, dropped
 from saf.setaside.waiting import Parked, Waiting, parked
@@ -50,14 +50,7 @@ JOIN saf.cursor c USING (subscription_id)
 LEFT JOIN saf.member m ON m.member_id = c.owner
 CROSS JOIN LATERAL (
     SELECT count(*) AS pending, min(created_at) AS oldest
-    FROM (
-        SELECT id, txid, created_at FROM saf.outbox o
-        WHERE o.shard = c.shard AND o.txid >= pg_snapshot_xmax(c.done)
-        UNION ALL
-        SELECT id, txid, created_at FROM saf.outbox o
-        WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
-    ) AS not_done
-    WHERE NOT {COMPLETE.format(row="not_done")}
+    FROM ({left("saf.outbox", "id, txid, created_at")}) AS not_done
 ) AS left_over
 WHERE s.log = 'outbox' AND s.name = 'forwarder'
 ORDER BY c.shard
@@ -82,13 +75,7 @@ SELECT s.name AS stream, s.log, count(not_done.id) AS pending,
        extract(epoch FROM now() - min(not_done.written))::float AS lag_seconds,
        max(c.batch) AS batch, max(c.opened_at) AS opened_at
 FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
-LEFT JOIN LATERAL (
-    SELECT id, txid, {{written}} AS written FROM {{log}} l
-    WHERE l.shard = c.shard AND l.txid >= pg_snapshot_xmax(c.done)
-    UNION ALL
-    SELECT id, txid, {{written}} FROM {{log}} l
-    WHERE l.shard = c.shard AND l.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
-) AS not_done ON NOT {COMPLETE.format(row="not_done")}
+LEFT JOIN LATERAL ({left("{log}", "id, txid, {written} AS written")}) AS not_done ON true
 WHERE s.stream AND s.log = {{name}}
 GROUP BY s.name, s.log ORDER BY s.name
 """

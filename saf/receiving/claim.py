@@ -35,8 +35,9 @@ from psycopg.rows import tuple_row
 
 from saf.database import fetch
 from saf.errors import UsageError
+from saf.log.read import BEYOND
 from saf.log.shards import NEWEST, THIS_ROW, failed, newest
-from saf.receiving.hand import Hand, Reader, Shard, without
+from saf.receiving.hand import NO_IDS, Hand, Reader, Shard, without
 from saf.receiving.reading import IN_HAND, find_cuts
 from saf.setaside.lane import Kind
 
@@ -166,9 +167,9 @@ SELECT pg_current_snapshot()::text, pg_current_xact_id()::text,
              WHERE {waits_in("s.shard")})
 """
 _CURSORS = f"""
-SELECT shard, batch, done::text, open::text, position, allowance, until::text,
-       coalesce(cuts::text[], '{{}}'), epoch
-FROM {IN_HAND} AS c
+SELECT c.shard, c.batch, done::text, open::text, position, allowance, until::text,
+       coalesce(cuts::text[], '{{}}'), epoch, coalesce(d.ids::text, '{NO_IDS}')
+FROM {IN_HAND} AS c {BEYOND}
 """
 # Runs after the locks are taken, so that no cursor has a later snapshot than the state's. Returns a
 # row for each cursor, prefixed with the state
@@ -277,7 +278,7 @@ def _hand(
     # messages
     now = without(now, int(transaction))
     shards = {
-        cursor[0]: Shard(**dict(zip((*FIELDS, "epoch"), cursor, strict=True)))
+        cursor[0]: Shard(**dict(zip((*FIELDS, "epoch", "beyond"), cursor, strict=True)))
         for _, _, _, _, _, *cursor in rows
     }
     closed = [shard for shard in shards.values() if shard.open is None]

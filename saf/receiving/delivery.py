@@ -232,19 +232,13 @@ class Delivery(Sequence[Received], Generic[C]):
             outcomes,
             arrival=self._arrival,
             waiting=self._waiting,
-            succeeded=None if tried in self._waiting else tried,
+            succeeded=[] if tried is None or tried in self._waiting else [tried],
         )
         claim.move(self._raw, hand)
         log_refused(hand, outcomes)
-        self.parked = sum(
-            isinstance(result, Parked)
-            and result.lane.kind is Kind.KEY
-            and message.parked_id is None
-            and message not in self._back
-            for message, result in outcomes.items()
-        )
-        self.buried = sum(isinstance(result, Dead) for result in outcomes.values())
-        return SetAside(self.parked, self.buried)
+        aside = settlement.counted({m: o for m, o in outcomes.items() if m not in self._back})
+        self.parked, self.buried = aside
+        return aside
 
     def _is_plain(self, hand: Hand) -> bool:
         """Return whether all messages that were read are handled, and none needs more than that."""

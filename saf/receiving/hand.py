@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import UUID
 
 from saf.received import Received
@@ -17,8 +17,24 @@ from saf.setaside.lane import Kind
 if TYPE_CHECKING:
     from saf.signing.signer import Signer
 
-# Fates of a message. NOW: may be handed out; SPOKEN: a dialog's message, only in its turn
-NOW, LATE, EXPIRED, SPOKEN, UNREAD = 0, 1, 2, 3, 4
+# Fates of a message. NOW: may be handed out; SPOKEN: a dialog's message, only in its turn; BEHIND:
+# its key waits
+NOW, LATE, EXPIRED, SPOKEN, UNREAD, BEHIND = range(6)
+
+NO_IDS = "{}"
+"""An empty set of ids in PostgreSQL's form."""
+
+
+class Place(NamedTuple):
+    """Where to read on in the open batch of a shard. Snapshots are text."""
+
+    shard: int
+    done: str
+    open: str | None
+    after: int
+    """The id after which to read."""
+    beyond: str
+    """Ids after it that are complete already, as an int8multirange."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +61,35 @@ class Reader:
 
 
 @dataclass(kw_only=True)
-class Shard:
-    """The cursor of a shard in hand; `move` writes it. Snapshots are text."""
+class Cursor:
+    """The cursor of a shard. Snapshots are text."""
 
     shard: int
     batch: int
-    done: str
-    open: str | None
-    position: int
-    allowance: int | None
-    until: str | None
+    epoch: int = 0
+    done: str = ""
+    open: str | None = None
+    position: int = 0
+    beyond: str = NO_IDS
+    """Ids beyond the position that a dispatcher had completed when the cursor was read."""
+
+
+@dataclass(kw_only=True)
+class Shard(Cursor):
+    """The cursor of a shard in hand; `saf.receiving.claim.move` writes it."""
+
+    allowance: int | None = None
+    until: str | None = None
     """The snapshot for which ``cuts`` were found."""
-    cuts: list[str]
+    cuts: list[str] = field(default_factory=list)
     """Transaction ids at which the next batches may end, in order."""
-    epoch: int
     closed: tuple[int, str, str, str | None, list[str]] | None = None
     """The batch closed last, with the state that `reopen` restores."""
+
+    @property
+    def place(self) -> Place:
+        """Where to read on."""
+        return Place(self.shard, self.done, self.open, self.position, self.beyond)
 
     def open_at(self, snapshot: str) -> None:
         """Open a batch: up to the next cut, or up to the snapshot if no cut is left."""
@@ -75,7 +104,7 @@ class Shard:
         """Close the batch, which is complete."""
         assert self.open is not None  # noqa: S101 - only an open batch is closed
         self.closed = self.batch, self.done, self.open, self.until, [*self.cuts]
-        self.done, self.open, self.position = self.open, None, 0
+        self.done, self.open, self.position, self.beyond = self.open, None, 0, NO_IDS
         if self.until is not None and self.cuts:
             self.open_at(self.until)
         else:
@@ -131,15 +160,23 @@ class Hand:
 
     def take(self, message: Received, fate: int) -> None:
         """Add a message, to be handed out unless its fate is an outcome."""
-        if fate == UNREAD:
-            self.outcomes[message] = UNREADABLE
-        elif fate == EXPIRED:
-            self.outcomes[message] = OVERDUE
-        elif fate == LATE:
-            self.outcomes[message] = Parked.of(Kind.LATER, message.shard)
+        outcome = outcome_of(message, fate)
+        if outcome is not None:
+            self.outcomes[message] = outcome
         else:
             self.spoken = self.spoken or fate == SPOKEN
             self.messages.append(message)
+
+
+def outcome_of(message: Received, fate: int) -> Outcome | None:
+    """Return the outcome of a message that is not handed out; None for one that is."""
+    if fate == UNREAD:
+        return UNREADABLE
+    if fate == EXPIRED:
+        return OVERDUE
+    if fate == LATE:
+        return Parked.of(Kind.LATER, message.shard)
+    return Parked.of(Kind.KEY, message.lane) if fate == BEHIND else None
 
 
 def cut(snapshot: str, txid: int) -> str:

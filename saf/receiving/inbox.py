@@ -12,19 +12,16 @@ from psycopg.rows import class_row
 
 from saf.broker import services
 from saf.broker.health import refuse
-from saf.log.cursor import COMPLETE
+from saf.log.read import BEYOND, left
 from saf.received import Received
-from saf.receiving.reading import SINCE
 from saf.setaside.dead import SHOWN
 
 # Each shard's incomplete rows, found by the index; as in saf.status for the outbox. Messages that a
 # dispatcher has completed beyond the position belong to the open batch.
 UNREAD = f"""
-saf.cursor c
-LEFT JOIN saf.dispatched d ON d.subscription_id = c.subscription_id AND d.shard = c.shard
-    AND d.batch = c.batch AND c.open IS NOT NULL
-CROSS JOIN LATERAL ({SINCE}) AS since
-WHERE c.subscription_id = s.subscription_id AND NOT {COMPLETE.format(row="since")}
+saf.cursor c {BEYOND}
+CROSS JOIN LATERAL ({left("saf.inbox")}) AS since
+WHERE c.subscription_id = s.subscription_id
   AND NOT coalesce(since.id <@ d.ids AND pg_visible_in_snapshot(since.txid, c.open), false)
   AND (s.service IS NULL OR since.to_service = s.service)
 """

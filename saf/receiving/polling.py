@@ -14,6 +14,7 @@ from typing import Any
 import psycopg
 
 from saf.database import fetch
+from saf.log.read import since_shown
 from saf.log.shards import ALL_SHARDS, LAST, failed
 from saf.receiving.claim import PLAN_ONCE
 from saf.receiving.delivery import Delivery
@@ -28,6 +29,7 @@ SURE_SECONDS = 5.0
 SNAPSHOT = "SELECT pg_current_snapshot()::text"
 
 SHARDS = f"ARRAY(SELECT s::smallint FROM {ALL_SHARDS} AS s)"
+ARRIVED = since_shown(columns="", shards=f"= ANY ({SHARDS})", done="%(seen)s::pg_snapshot")
 ASK_WAITING = f"""
 SELECT pg_current_snapshot()::text, free.shards, free.epochs,
     EXISTS (SELECT FROM saf.backoff b
@@ -37,11 +39,7 @@ SELECT pg_current_snapshot()::text, free.shards, free.epochs,
             WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
               AND b.kind = '{Kind.LATER}'),
     free.left_behind
- OR EXISTS (SELECT FROM saf.inbox i
-            WHERE i.shard = ANY ({SHARDS}) AND i.txid >= pg_snapshot_xmax(%(seen)s::pg_snapshot))
- OR EXISTS (SELECT FROM saf.inbox i
-            WHERE i.shard = ANY ({SHARDS})
-              AND i.txid = ANY (ARRAY(SELECT pg_snapshot_xip(%(seen)s::pg_snapshot))))
+ OR EXISTS ({ARRIVED})
  OR EXISTS (SELECT FROM saf.backoff b
             WHERE b.subscription_id = %(subscription_id)s AND b.shard IS NOT NULL
               AND b.next_attempt_at <= now())

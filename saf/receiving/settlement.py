@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import psycopg
@@ -17,6 +17,7 @@ from saf.receiving.arrival import Arrival
 from saf.receiving.hand import Hand
 from saf.receiving.outcome import Dead, Dropped, Outcome, Parked, Untouched
 from saf.receiving.retries import Waiting
+from saf.receiving.summary import SetAside
 from saf.setaside import backoff, dead, dropped, parking
 from saf.setaside.lane import NO_BROKER, Kind, Lane
 
@@ -28,9 +29,9 @@ def write(
     *,
     arrival: Arrival,
     waiting: Mapping[str, Waiting] | None = None,
-    succeeded: str | None = None,
+    succeeded: Collection[str] = (),
 ) -> None:
-    """Write the outcomes of messages in hand. Call `saf.receiving.claim.move` afterwards.
+    """Write the outcomes of messages in hand. The caller moves the cursors.
 
     The order of the writes, with the reason where there is one:
 
@@ -40,12 +41,13 @@ def write(
     3.  The lanes of keys, sorted, as operators' decisions lock them.
     4.  The messages in lanes: copied, moved, and those deleted that are complete or dead.
     5.  Dead letters from the rows that were read.
-    6.  The due times of delayed messages, and the lane whose attempt succeeded: both depend on the
-        messages that are left in lanes.
+    6.  The due times of delayed messages, and the lanes whose attempts succeeded: both depend on
+        the messages that are left in lanes.
     7.  Counts of dropped messages.
 
-    The cursors were locked before any of this, so no other receiver writes for these shards; they
-    are moved last, in the statement that also checks that the transaction is still open.
+    The cursors were locked before any of this, so no other receiver writes for these shards. A
+    receiver moves them last, in the statement that also checks that the transaction is still open;
+    a dispatcher first, in the statement that also checks who owns them.
 
     Args:
         raw: connection of the receiver's transaction.
@@ -53,7 +55,7 @@ def write(
         outcomes: the outcome of each message.
         arrival: the messages' arrival at the ends of their dialogs.
         waiting: states of the lanes of keys that wait from now on.
-        succeeded: lane of a key that was tried, and does not wait any longer.
+        succeeded: lanes of keys that were tried, and do not wait any longer.
     """
     reader = hand.reader
     parked = [(m, o.lane) for m, o in outcomes.items() if isinstance(o, Parked)]
@@ -86,14 +88,28 @@ def write(
         dead.bury(raw, rows)
     delayed = {message.shard for message, lane in parked if lane.kind is Kind.LATER}
     retries.time_late(raw, reader, sorted(delayed.union(hand.late)))
-    if succeeded is not None:
-        backoff.succeeded(raw, reader.subscription_id, [Lane(kind=Kind.KEY, subject=succeeded)])
+    if succeeded:
+        lanes = [Lane(kind=Kind.KEY, subject=lane) for lane in succeeded]
+        backoff.succeeded(raw, reader.subscription_id, lanes)
     counted = [
         (message.shard, outcome.reason, message.message_id)
         for message, outcome in outcomes.items()
         if isinstance(outcome, Dropped)
     ]
     dropped.count(raw, reader.subscription_id, counted)
+
+
+def counted(outcomes: Mapping[Received, Outcome]) -> SetAside:
+    """Count the messages that are set aside for the first time, and the dead letters."""
+    return SetAside(
+        parked=sum(
+            isinstance(outcome, Parked)
+            and outcome.lane.kind is Kind.KEY
+            and message.parked_id is None
+            for message, outcome in outcomes.items()
+        ),
+        buried=sum(isinstance(outcome, Dead) for outcome in outcomes.values()),
+    )
 
 
 def _park(raw: psycopg.Connection[Any], hand: Hand, parked: list[tuple[Received, Lane]]) -> None:

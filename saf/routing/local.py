@@ -30,7 +30,7 @@ from psycopg.pq import TransactionStatus
 
 from saf.database import fetch
 from saf.errors import UsageError
-from saf.log.cursor import COMPLETE
+from saf.log.read import left
 
 PATIENCE_SECONDS = 5.0
 """Longest time that senders are blocked while the forwarder finishes a service's messages."""
@@ -70,15 +70,8 @@ LED_HERE = "SELECT destination FROM saf.route WHERE local AND service = %(servic
 LEFT = f"""
 SELECT EXISTS (
     SELECT FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
-    CROSS JOIN LATERAL (
-        SELECT o.id, o.txid, o.to_service FROM saf.outbox o
-        WHERE o.shard = c.shard AND o.txid >= pg_snapshot_xmax(c.done)
-        UNION ALL
-        SELECT o.id, o.txid, o.to_service FROM saf.outbox o
-        WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
-    ) AS after
+    CROSS JOIN LATERAL ({left("saf.outbox", "id, txid, to_service")}) AS after
     WHERE s.log = 'outbox' AND s.name = 'forwarder' AND after.to_service = %(service)s
-      AND NOT {COMPLETE.format(row="after")}
 ) OR EXISTS (
     SELECT FROM saf.subscription s JOIN saf.parked p USING (subscription_id)
     WHERE s.log = 'outbox' AND p.to_service = %(service)s

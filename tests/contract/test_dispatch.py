@@ -33,13 +33,14 @@ from saf.broker.services import create_services, subscription
 from saf.config import load
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError, Fenced, Restored, Unavailable
+from saf.log import pauses
 from saf.log.shards import Member
 from saf.operating.decide import retry
 from saf.operating.endpoints import find
 from saf.operating.repair.rebase import rebase
-from saf.receiving import link
+from saf.receiving import link, reading
 from saf.receiving.dispatch import dispatcher as running
-from saf.receiving.dispatch import marking, read_ahead, source
+from saf.receiving.dispatch import marking, source
 from saf.receiving.dispatch.condition import Book
 from saf.receiving.dispatch.dispatcher import Dispatcher
 from saf.receiving.dispatch.progress import InHand, Mark
@@ -1183,11 +1184,10 @@ def marks_of_one_rejected(connection: psycopg.Connection[Any], reader: Reader) -
     window.own(source.owned(connection, reader))
     (batch,) = source.open_batches(connection, reader)
     window.shards[batch.shard].begin(batch)
-    rows, whole = source.read(
-        connection, reader, [window.shards[batch.shard]], each=10, limit=10, max_bytes=1000
-    )
+    rows, whole = reading.next_messages(connection, reader, [window.shards[batch.shard].place], 10)
     assert whole == {batch.shard}
-    source.take(window, rows)
+    for row in rows:
+        window.add(saf.Received(row))
     message = window.next()
     assert message is not None
     window.reject(message, "rejected", "no")
@@ -1258,8 +1258,8 @@ def test_where_the_inbox_notifies_a_message_is_sent_at_once_however_seldom_polls
 ) -> None:
     with connect(inbox) as connection:
         link.switch(connection, True)
-    for name in ("FIRST_PAUSE_SECONDS", "LISTENING_PAUSE_SECONDS"):
-        monkeypatch.setattr(read_ahead, name, 3600.0)
+    monkeypatch.setattr(pauses, "SHORTEST_SECONDS", 3600.0)
+    monkeypatch.setattr(source, "LISTENING_PAUSE_SECONDS", 3600.0)
     with dispatching(dispatcher(inbox, partner)):
         for number in range(3):
             time.sleep(1)  # by then, nothing polls

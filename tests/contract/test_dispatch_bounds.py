@@ -93,14 +93,14 @@ def test_what_is_to_be_sent_alone_is_remembered_with_the_message_only() -> None:
     window.own([InHand(shard=1, epoch=1, batch=1, done="1:1:", open=None, position=0)])
     judge = Judge(window, Book(subscription_id=1, endpoint="partner"), endpoint, converses=False)
     for id_ in (1, 2):
-        window.add(received(id_), behind=False)
+        window.add(received(id_))
     walks = [walk for walk in (window.next(), window.next()) if walk is not None]
     judge.answered_together(walks, Answer(meaning=Meaning.REJECTED, seconds=0.1, status=400))
     assert [(str(walk.state), walk.alone) for walk in walks] == [("queued", True)] * 2
     assert window.marks() is not None
     window.own([])
     window.own([InHand(shard=1, epoch=2, batch=1, done="1:1:", open=None, position=0)])
-    window.add(received(1), behind=False)
+    window.add(received(1))
     again = window.next()
     assert again is not None
     assert not again.alone

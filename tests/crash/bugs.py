@@ -27,7 +27,7 @@ from saf.engine import kept_results, task
 from saf.engine.set_aside import SetAside
 from saf.engine.storing import Storing
 from saf.errors import Rejected
-from saf.log import cursor, ring
+from saf.log import cursor, read, ring
 from saf.log.cursor import Batch
 from saf.log.offset import Offset, between
 from saf.operating.repair import rebase, send_again
@@ -90,7 +90,7 @@ def id_used_as_cursor(patch: pytest.MonkeyPatch) -> None:
 
 
 def transactions_in_progress_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cursor, "ENDED_SINCE", "")
+    patch.setattr(read, "ENDED_SINCE", "")
 
 
 def done_is_the_snapshot_of_now(patch: pytest.MonkeyPatch) -> None:

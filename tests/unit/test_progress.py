@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from saf.receiving.dispatch.progress import NONE, InHand, Mark
+from saf.receiving.dispatch.progress import InHand, Mark
+from saf.receiving.hand import NO_IDS
 
 
 def ids_of(text: str) -> set[int]:
@@ -18,7 +19,7 @@ def ids_of(text: str) -> set[int]:
 
 
 def multirange(ids: set[int]) -> str:
-    return "{" + ",".join(f"[{one},{one + 1})" for one in sorted(ids)) + "}" if ids else NONE
+    return "{" + ",".join(f"[{one},{one + 1})" for one in sorted(ids)) + "}" if ids else NO_IDS
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Stored:
             done="1:1:",
             open="9:9:",
             position=self.position,
-            known=multirange(self.ids),
+            beyond=multirange(self.ids),
         )
 
 
@@ -63,7 +64,7 @@ def test_what_is_marked_is_not_read_again_and_all_else_is(
     hand = stored.taken_over()
 
     def unread() -> list[int]:
-        known = ids_of(hand.known)
+        known = ids_of(hand.beyond)
         return [one for one in batch if one > hand.read and one not in known]
 
     def read(number: int) -> None:

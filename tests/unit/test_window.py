@@ -10,9 +10,10 @@ import pytest
 from saf.errors import Fenced
 from saf.received import READ, Received
 from saf.receiving.dispatch.progress import InHand
-from saf.receiving.dispatch.walk import State, send
-from saf.receiving.dispatch.window import Window
+from saf.receiving.dispatch.window import State, Window
+from saf.receiving.outcome import HANDLED, Parked
 from saf.receiving.retries import Waiting
+from saf.setaside.lane import Kind
 
 
 def message(id_: int, key: str = "a", shard: int = 1, parked_id: int | None = None) -> Received:
@@ -36,8 +37,8 @@ def window() -> Window:
     """It has shards 1 and 2, each with a message in memory."""
     one = Window()
     one.own([hand(1), hand(2)])
-    one.add(message(1, "a", 1), behind=False)
-    one.add(message(2, "b", 2), behind=False)
+    one.add(message(1, "a", 1))
+    one.add(message(2, "b", 2))
     return one
 
 
@@ -93,7 +94,7 @@ def test_of_shards_that_leave_nothing_more_is_sent(window: Window) -> None:
 
 
 def test_of_a_key_one_message_is_in_flight_at_a_time(window: Window) -> None:
-    window.add(message(3, "a", 1), behind=False)
+    window.add(message(3, "a", 1))
     first, second = window.next(), window.next()
     assert {one.message.id for one in (first, second) if one} == {1, 2}
     assert window.next() is None
@@ -111,7 +112,7 @@ def test_of_a_key_one_message_is_in_flight_at_a_time(window: Window) -> None:
 def test_while_a_later_message_of_a_key_is_in_flight_the_key_does_not_get_a_second_turn(
     window: Window,
 ) -> None:
-    window.add(message(3, "a", 1), behind=False)
+    window.add(message(3, "a", 1))
     first = window.next()
     assert first is not None
     assert window.next_of(first) is not None
@@ -127,25 +128,26 @@ def test_what_follows_a_key_that_waits_parks_behind_it_until_that_is_written(
 ) -> None:
     sent = window.next()
     assert sent is not None
-    window.add(message(3, sent.message.lane, sent.message.shard), behind=False)
+    window.add(message(3, sent.message.lane, sent.message.shard))
     window.wait(
         sent, Waiting(lane=sent.message.lane, shard=sent.message.shard, attempts=1, error="503")
     )
-    window.add(message(4, sent.message.lane, sent.message.shard), behind=False)
+    window.add(message(4, sent.message.lane, sent.message.shard))
     marks = window.marks()
     assert marks is not None
-    assert [walk.message.id for walk in marks.of(State.PARKED)] == [sent.message.id, 3, 4]
+    behind = dict.fromkeys([sent.message.id, 3, 4], Parked.of(Kind.KEY, sent.message.lane))
+    assert {one.id: outcome for one, outcome in marks.outcomes.items()} == behind
     assert sent.message.lane in window.known_lanes
     window.written(marks)
     assert sent.message.lane not in window.known_lanes
-    window.add(message(5, sent.message.lane, sent.message.shard), behind=False)
+    window.add(message(5, sent.message.lane, sent.message.shard))
     assert window.held == 2
 
 
 def test_a_message_whose_time_has_come_is_not_read_again_before_its_end_is_written() -> None:
     window = Window()
     window.own([hand(1)])
-    window.add_late(message(1, parked_id=11), behind=False)
+    window.add(message(1, parked_id=11))
     assert window.known_late == [11]
     sent = window.next()
     assert sent is not None
@@ -153,7 +155,7 @@ def test_a_message_whose_time_has_come_is_not_read_again_before_its_end_is_writt
     assert window.known_late == [11]
     marks = window.marks()
     assert marks is not None
-    assert [(str(walk.state), walk.message.parked_id) for walk in marks.ended] == [("accepted", 11)]
+    assert [(one.parked_id, outcome) for one, outcome in marks.outcomes.items()] == [(11, HANDLED)]
     assert marks.timed == {1}
     assert window.known_late == []
 
@@ -161,11 +163,13 @@ def test_a_message_whose_time_has_come_is_not_read_again_before_its_end_is_writt
 def test_a_message_whose_time_has_come_goes_behind_its_key_if_that_waits() -> None:
     window = Window()
     window.own([hand(1)])
-    window.add_late(message(1, parked_id=11), behind=True)
-    window.add_late(message(2, shard=2, parked_id=12), behind=False)
+    window.add(message(1, parked_id=11), Parked.of(Kind.KEY, "a"))
+    window.add(message(2, shard=2, parked_id=12))
     marks = window.marks()
     assert marks is not None
-    assert [(str(walk.state), walk.message.parked_id) for walk in marks.ended] == [("moved", 11)]
+    assert [(one.parked_id, outcome) for one, outcome in marks.outcomes.items()] == [
+        (11, Parked.of(Kind.KEY, "a"))
+    ]
     assert marks.timed == {1}
     assert window.known_late == []
     assert window.held == 0
@@ -174,8 +178,8 @@ def test_a_message_whose_time_has_come_goes_behind_its_key_if_that_waits() -> No
 def test_what_was_late_goes_with_its_shard() -> None:
     window = Window()
     window.own([hand(1), hand(2)])
-    window.add_late(message(1, "a", 1, parked_id=11), behind=False)
-    window.add_late(message(2, "b", 2, parked_id=12), behind=False)
+    window.add(message(1, "a", 1, parked_id=11))
+    window.add(message(2, "b", 2, parked_id=12))
     assert window.own([hand(2)]) == [1]
     assert window.known_late == [12]
 
@@ -200,12 +204,12 @@ def test_a_walk_names_its_message_and_its_state(window: Window) -> None:
     named = f"message {sent.message.message_id} of '{sent.message.lane}'"
     assert str(sent) == f"{named}, in flight"
     window.reject(sent, "rejected", "HTTP 400")
-    assert str(sent) == f"{named}, buried: rejected: HTTP 400"
+    assert str(sent) == f"{named}, ended: {sent.outcome}"
 
 
 def test_a_walk_that_has_ended_takes_no_further_step(window: Window) -> None:
     sent = window.next()
     assert sent is not None
     window.done(sent)
-    with pytest.raises(AssertionError, match="accepted: it cannot be in flight"):
-        send(sent)
+    with pytest.raises(AssertionError, match="it cannot be in flight"):
+        sent.step(State.IN_FLIGHT, State.QUEUED)

@@ -31,7 +31,7 @@ from saf.destinations.marks import shards_of
 from saf.dialogs.statements import Code
 from saf.errors import REFILL, RowsGone, SafError, SchemaError, in_words
 from saf.log import lineage
-from saf.log.cursor import COMPLETE
+from saf.log.read import left
 from saf.operating.doctor.patient import Check, Found, Patient, Severity
 from saf.operating.repair.set_back import IDENTITY, SetBack, remembered
 from saf.operating.repair.set_back import set_back as who_was
@@ -271,7 +271,7 @@ def forgers(patient: Patient) -> Found:
 
 # Rows not visible in done, by the index, except those complete in the open batch. Rows for services
 # other than the subscription's are not its backlog: it only has to move past them.
-LEFT_LYING = """
+LEFT_LYING = f"""
 SELECT s.name, count(*) FILTER (WHERE lying.wanted),
        extract(epoch FROM now() - min(lying.written) FILTER (WHERE lying.wanted))::float,
        count(*) FILTER (WHERE NOT lying.wanted),
@@ -280,14 +280,10 @@ SELECT s.name, count(*) FILTER (WHERE lying.wanted),
        s.stream, to_char(max(c.opened_at), 'YYYY-MM-DD HH24:MI:SS TZ')
 FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
 CROSS JOIN LATERAL (
-    SELECT id, txid, {written} AS written,
-           s.service IS NULL OR o.to_service = s.service AS wanted FROM {log} o
-    WHERE o.shard = c.shard AND o.txid >= pg_snapshot_xmax(c.done)
-    UNION ALL
-    SELECT id, txid, {written}, s.service IS NULL OR o.to_service = s.service FROM {log} o
-    WHERE o.shard = c.shard AND o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))
+    SELECT written, s.service IS NULL OR to_service = s.service AS wanted
+    FROM ({left("{log}", "id, txid, to_service, {written} AS written")}) AS since
 ) AS lying
-WHERE s.log = {name} AND NOT {complete}
+WHERE s.log = {{name}}
 GROUP BY s.subscription_id, s.name
 HAVING min(lying.written) < now() - make_interval(secs => %(seconds)s)
 """
@@ -309,7 +305,6 @@ def _left_lying(
     patient: Patient, log: str, written: str, start: str, shown_by: tuple[str, ...]
 ) -> Found:
     query = sql.SQL(LEFT_LYING).format(
-        complete=sql.SQL(COMPLETE.format(row="lying")),
         log=sql.Identifier("saf", log),
         written=sql.Identifier(written),
         name=sql.Literal(log),

@@ -31,7 +31,7 @@ import psycopg
 from saf.database import fetch
 from saf.dialogs.statements import State
 from saf.errors import UsageError
-from saf.log.cursor import COMPLETE
+from saf.log.read import left
 from saf.log.shards import IS_PRESENT
 
 AT_ONCE = 50_000
@@ -48,9 +48,8 @@ ALIVE = f"SELECT m.name FROM saf.member m WHERE {IS_PRESENT}"
 WAITING = f"""
 SELECT DISTINCT message_id FROM (
     SELECT o.message_id FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
-    JOIN saf.outbox o ON o.shard = c.shard
-    WHERE s.log = 'outbox' AND NOT pg_visible_in_snapshot(o.txid, c.done)
-      AND NOT {COMPLETE.format(row="o")}
+    CROSS JOIN LATERAL ({left("saf.outbox")}) AS o
+    WHERE s.log = 'outbox'
     UNION ALL SELECT message_id FROM saf.parked
     UNION ALL SELECT message_id FROM saf.dead_letter) AS waiting
 """

@@ -29,9 +29,8 @@ from saf.receiving.dispatch.condition import Book, Condition
 from saf.receiving.dispatch.replies import Answer, Meaning
 from saf.receiving.dispatch.settings import Endpoint
 from saf.receiving.dispatch.source import TALKS
-from saf.receiving.dispatch.talking import Outcome
-from saf.receiving.dispatch.walk import Walk
-from saf.receiving.dispatch.window import Window
+from saf.receiving.dispatch.talking import Talked
+from saf.receiving.dispatch.window import Walk, Window
 from saf.receiving.failures import about
 from saf.receiving.retries import Waiting
 from saf.telemetry.logger import Log
@@ -180,7 +179,7 @@ class Judge:
 
     def _done(self, walk: Walk, answer: Answer) -> None:
         if self.is_spoken(walk):
-            self.window.talked(walk, Outcome(sent=True, reply=answer.reply))
+            self.window.talked(walk, Talked(sent=True, reply=answer.reply))
         elif answer.reply is None:
             self.window.done(walk)
         else:
@@ -191,7 +190,7 @@ class Judge:
 
     def _reject(self, walk: Walk, reason: str, answer: Answer) -> None:
         if self.is_spoken(walk):
-            self.window.talked(walk, Outcome(reason=reason, error=answer.error))
+            self.window.talked(walk, Talked(reason=reason, error=answer.error))
         else:
             self.window.reject(walk, reason, answer.error)
         self._log(log.error, "dead_letter", walk, answer)

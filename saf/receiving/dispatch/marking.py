@@ -17,17 +17,15 @@ from saf.errors import Fenced
 from saf.failpoints import fail_point
 from saf.outbox import Outbox
 from saf.received import Received
-from saf.receiving import retries
+from saf.receiving import settlement
+from saf.receiving.arrival import Arrival
 from saf.receiving.dispatch import replies, talking
 from saf.receiving.dispatch.progress import Mark
 from saf.receiving.dispatch.replies import Answer
-from saf.receiving.dispatch.walk import State, bury
-from saf.receiving.dispatch.window import Marks
+from saf.receiving.dispatch.window import Marks, dead
 from saf.receiving.hand import Reader
-from saf.receiving.retries import bury_as_stored, fail_unseen
-from saf.setaside import backoff, dead, parking
+from saf.receiving.summary import SetAside
 from saf.setaside.isolation import said
-from saf.setaside.lane import NO_BROKER, Kind, Lane
 
 UNSIGNED = Outbox(max_bytes=replies.MOST)
 
@@ -83,37 +81,37 @@ def mark(
     marks: Marks,
     outbox: Outbox = UNSIGNED,
     one_reply: Collection[str] = (),
-) -> tuple[int, int]:
+) -> SetAside:
     """Write marks in a transaction of its own, and send the replies.
 
-    Dialogs under the contracts ``one_reply`` end with the reply.
-
-    Return the number of messages parked, and of dead letters made.
+    Dialogs under the contracts ``one_reply`` end with the reply. Return the counts of messages set
+    aside.
 
     Raises:
         Fenced: another member has taken over some of the shards; nothing is written.
     """
-    parked = buried = 0
-    talked = [(walk.message, walk.outcome) for walk in marks.ended if walk.outcome is not None]
+    aside = SetAside()
+    batches = {cursor.shard: cursor.batch for cursor in marks.cursors}
     with connection.transaction():
-        if talked:
+        if talked := marks.talked:
             _lock(connection, reader, marks.cursors)
             # messages are read relative to the cursors' positions before the move
-            batches = {entry.shard: entry.batch for entry in marks.cursors}
-            parked, buried = talking.settle(connection, reader, batches, talked, one_reply)
+            aside = talking.settle(connection, reader, batches, talked, one_reply)
         _move(connection, reader, marks.cursors)
         _reply(connection, outbox, marks)
         fail_point("dispatch_marking")
-        # in the order of lanes, in which others lock them too
-        retries.wait(connection, reader, dict(sorted(marks.waiting.items())))
-        _set_aside(connection, reader, marks)
-        lanes = [Lane(kind=Kind.KEY, subject=entry) for entry in marks.succeeded]
-        if lanes:
-            backoff.succeeded(connection, reader.subscription_id, lanes)
-        retries.time_late(connection, reader, sorted(marks.timed))
+        outcomes = marks.outcomes
+        settlement.write(
+            connection,
+            talking.in_hand(reader, batches, late=marks.timed),
+            outcomes,
+            arrival=Arrival(raw=connection),
+            waiting=marks.waiting,
+            succeeded=marks.succeeded,
+        )
         if marks.attempts:
             connection.execute(NOTE, _noted(reader, marks.attempts))
-    return parked + len(marks.of(State.PARKED)), buried + len(marks.of(State.BURIED))
+    return aside + settlement.counted(outcomes)
 
 
 def _reply(connection: psycopg.Connection[Any], outbox: Outbox, marks: Marks) -> None:
@@ -121,7 +119,7 @@ def _reply(connection: psycopg.Connection[Any], outbox: Outbox, marks: Marks) ->
     replied = {walk.message: walk for walk in marks.ended if walk.reply is not None}
     to_send = [(message, walk.reply) for message, walk in replied.items() if walk.reply is not None]
     for message, error in replies.send(connection, outbox, to_send):
-        bury(replied[message], "failed", error)
+        replied[message].outcome = dead("failed", error)
 
 
 def _lock(connection: psycopg.Connection[Any], reader: Reader, cursors: list[Mark]) -> None:
@@ -149,63 +147,6 @@ def _columns(reader: Reader, cursors: list[Mark]) -> dict[str, Any]:
         for name in ("shard", "epoch", "batch", "position", "closed", "ids")
     }
     return columns | {"subscription_id": reader.subscription_id, "owner": reader.owner}
-
-
-def _set_aside(connection: psycopg.Connection[Any], reader: Reader, marks: Marks) -> None:
-    batches = {one.shard: one.batch for one in marks.cursors}
-    fresh = [
-        {
-            **one.stored(),
-            "subscription_id": reader.subscription_id,
-            "destination": "",
-            "kind": kind,
-            "subject": subject,
-            "broker": NO_BROKER,
-            "quality": None,
-            "batch": batches[one.shard],
-            "position": one.id,
-            "opened_at": None,
-        }
-        for kind, subject, one in _asides(marks)
-    ]
-    if fresh:
-        parking.copy_in(connection, fresh)
-    buried = marks.of(State.BURIED)
-    common = {"subscription_id": reader.subscription_id, "destination": ""}
-    letters = [
-        {**walk.message.stored(), **common, "reason": walk.reason, "error": said(walk.error)}
-        for walk in buried
-        if walk.error is not None
-    ]
-    if letters:
-        dead.bury(connection, letters)
-    # copied inside the database
-    bury_as_stored(connection, reader, [(one.message, None) for one in buried if one.error is None])
-    fail_unseen(connection, reader, [one.message for one in buried if one.reason != "expired"])
-    moved = [
-        (parked_id, Lane(kind=Kind.KEY, subject=message.lane))
-        for parked_id, message in _waiting(marks, State.MOVED)
-    ]
-    if moved:
-        retries.move(connection, moved)
-    # a dialog's message is received in its lane, and may continue to wait there
-    unpark = [parked_id for parked_id, _ in _waiting(marks, State.ACCEPTED, State.BURIED)]
-    if unpark:
-        parking.unpark(connection, unpark)
-
-
-def _waiting(marks: Marks, *states: State) -> Iterable[tuple[int, Received]]:
-    """Yield the messages in these states that wait in saf.parked, with their parked ids."""
-    for walk in marks.of(*states):
-        if walk.message.parked_id is not None:
-            yield walk.message.parked_id, walk.message
-
-
-def _asides(marks: Marks) -> Iterable[tuple[Kind, str, Received]]:
-    for walk in marks.of(State.PARKED):
-        yield Kind.KEY, walk.message.lane, walk.message
-    for walk in marks.of(State.POSTPONED):
-        yield Kind.LATER, str(walk.message.shard), walk.message
 
 
 def _noted(reader: Reader, attempts: Iterable[tuple[Received, Answer]]) -> dict[str, Any]:

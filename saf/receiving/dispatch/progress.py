@@ -17,23 +17,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-NONE = "{}"
-"""An empty set of ids in PostgreSQL's form."""
+from saf.receiving.hand import NO_IDS, Cursor, Place
 
 
 @dataclass(kw_only=True)
-class InHand:
+class InHand(Cursor):
     """A shard that this member owns, and the progress in its batch."""
 
-    shard: int
-    epoch: int
-    batch: int
-    done: str
-    open: str | None
-    position: int
-    known: str = NONE
-    """Ids complete beyond the position when this member took the shard over."""
-    ids: str = NONE
+    ids: str = NO_IDS
     """Ids beyond the position that this member has marked as complete."""
     read: int = 0
     """Highest id up to which messages were read."""
@@ -50,6 +41,11 @@ class InHand:
 
     def __post_init__(self) -> None:
         self.read = max(self.read, self.position)
+
+    @property
+    def place(self) -> Place:
+        """Where to read on."""
+        return Place(self.shard, self.done, self.open, self.read, self.beyond)
 
     def begin(self, batch: InHand) -> None:
         """Begin an opened batch."""
@@ -73,12 +69,12 @@ class InHand:
         if self.closes:
             assert self.open is not None  # noqa: S101 - only an open batch is closed
             self.done, self.open, self.position = self.open, None, 0
-            self.known, self.ids, self.read, self.whole, self.last = NONE, NONE, 0, False, 0
+            self.beyond, self.ids, self.read, self.whole, self.last = NO_IDS, NO_IDS, 0, False, 0
             return Mark(shard=self.shard, epoch=epoch, batch=batch, position=0, closed=True)
         if self.open is not None:
             first = next(iter(self.pending), None)
             self.position = self.read if first is None else first - 1
-            # for ids not read yet, `known` stays valid
+            # for ids not read yet, `beyond` stays valid
             self.ids = _ranges(self.pending, self.last)
         return Mark(
             shard=self.shard,
@@ -99,7 +95,7 @@ class Mark:
     batch: int
     position: int
     closed: bool = False
-    ids: str = NONE
+    ids: str = NO_IDS
     new: bool = False
     """True if the ids must be written."""
 

@@ -21,9 +21,8 @@ from saf.receiving.dispatch.http import Client
 from saf.receiving.dispatch.judging import Judge
 from saf.receiving.dispatch.replies import Answer, Meaning
 from saf.receiving.dispatch.settings import Apart, Bucket, Endpoint, per_second
-from saf.receiving.dispatch.talking import Outcome
-from saf.receiving.dispatch.walk import Walk
-from saf.receiving.dispatch.window import Window
+from saf.receiving.dispatch.talking import Talked
+from saf.receiving.dispatch.window import Walk, Window
 from saf.setaside.dropped import EXPIRED
 from saf.setaside.isolation import of_messages, said
 from saf.telemetry.declared import ANSWERS, DISPATCH_SECONDS, IN_FLIGHT
@@ -192,9 +191,9 @@ class Sender:
             self._judge.leave_to_worker(walk)
             self._tell()
 
-    def talk(self, walk: Walk, what: Request | Outcome) -> None:
+    def talk(self, walk: Walk, what: Request | Talked) -> None:
         """Send a message of a dialog as this request, or settle it."""
-        if isinstance(what, Outcome):
+        if isinstance(what, Talked):
             self._no_probe(walk)
             self.window.talked(walk, what)
         elif self._judge.condition.sends or walk is self.probe:

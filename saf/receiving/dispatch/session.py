@@ -26,11 +26,10 @@ from saf.receiving.dispatch import marking, replies, source, talking
 from saf.receiving.dispatch.condition import Book
 from saf.receiving.dispatch.http import Client
 from saf.receiving.dispatch.judging import Judge
-from saf.receiving.dispatch.read_ahead import ReadAhead
 from saf.receiving.dispatch.sending import Sender
 from saf.receiving.dispatch.settings import Endpoint, StoredEndpoint
-from saf.receiving.dispatch.walk import State, Walk
-from saf.receiving.dispatch.window import Window
+from saf.receiving.dispatch.source import ReadAhead
+from saf.receiving.dispatch.window import Walk, Window
 from saf.receiving.hand import Reader
 from saf.receiving.membership import Membership
 from saf.receiving.summary import Summary
@@ -156,7 +155,7 @@ class Session:
         marks = self.window.marks()
         if marks is None:
             return
-        parked, buried = await self._ask(
+        aside = await self._ask(
             lambda connection: marking.mark(
                 connection, self.reader, marks, self._outbox, self.endpoint.one_reply
             )
@@ -166,14 +165,12 @@ class Session:
         if (
             marks.succeeded
             or marks.waiting
-            or marks.of(State.RECEIVED)
+            or marks.talked
             or any(cursor.closed for cursor in marks.cursors)
         ):
             # there may be more messages in these lanes, or since the batches were opened
             self._ahead.look_again()
-        self.summary.handled += marks.accepted
-        self.summary.parked += parked
-        self.summary.buried += buried
+        self.summary.add(marks.accepted, aside)
         self.sender.start()
 
     async def _talk(self, walks: list[Walk]) -> None:

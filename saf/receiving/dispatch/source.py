@@ -1,32 +1,42 @@
 """The inbox as a dispatcher reads it: as a member that owns shards, ahead of their positions.
 
+A dispatcher loads just enough messages that each finished request is followed by the next: not many
+of one key or shard, and not many bytes. While nothing arrives, polls become less frequent. If the
+inbox notifies, polls are rarer still, because only messages that become due later need them.
+
 No transaction is open while the dispatcher waits for an endpoint. So each statement here stands
-alone, and names its owner and epoch; `saf.receiving.dispatch.marking` writes results together.
+alone, and names its owner; `saf.receiving.dispatch.marking` writes results together.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import psycopg
-from psycopg.rows import tuple_row
 
 from saf.database import fetch, of_broker
+from saf.log.pauses import Pauses
+from saf.log.read import BEYOND
 from saf.log.shards import NEWEST, THIS_ROW
-from saf.received import EXPRESSIONS, ID, READ, SHARD, WITH_READABLE, Received
+from saf.received import SHARD, Received
+from saf.receiving import reading
 from saf.receiving.claim import NEW
-from saf.receiving.dispatch.progress import NONE, InHand
-from saf.receiving.dispatch.window import Window
-from saf.receiving.hand import EXPIRED, LATE, UNREAD, Reader
-from saf.receiving.reading import FATE, IN_BATCH, SINCE, refuse_doubled
-from saf.setaside import dropped
+from saf.receiving.dispatch.progress import InHand
+from saf.receiving.dispatch.settings import Endpoint
+from saf.receiving.dispatch.window import Window, dead
+from saf.receiving.hand import NO_IDS, Reader, outcome_of
+from saf.receiving.reading import FATE_AT, PARKED_AT
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
+from saf.telemetry.logger import Log
+
+T = TypeVar("T")
+
+log = Log("saf.dispatch")
 
 TALKS = "messages of dialogs are sent with reply = true only; or let a worker handle them"
 """Error of a lane that a dispatcher leaves to a worker."""
@@ -34,16 +44,30 @@ TALKS = "messages of dialogs are sent with reply = true only; or let a worker ha
 LANE_MESSAGES = 20
 """Number of messages of a due lane to read in one go."""
 
+LONGEST_PAUSE_SECONDS = 0.5
+"""Longest pause between polls that find nothing."""
+
+LISTENING_PAUSE_SECONDS = 2.0
+"""Longest pause if the inbox notifies."""
+
+AHEAD = 20
+"""Messages in memory per request that may be in flight; at most `MOST` in total."""
+
+MOST, MAX_BYTES = 5000, 64 << 20
+"""Limits of messages and bytes in memory; one message of any size is always allowed."""
+
+PART = 16
+"""Divisor of the capacity: one shard holds at most this fraction, however large its backlog."""
+
 ALL_SHARDS = "SELECT shards FROM saf.broker"
 
 CLOCK = "SELECT clock_timestamp()"
 
 OWNED = f"""
 SELECT c.shard, c.epoch, c.batch, c.done::text, c.open::text, c.position,
-       coalesce(d.ids::text, '{NONE}')
+       coalesce(d.ids::text, '{NO_IDS}')
 FROM {NEWEST} AS c
-LEFT JOIN saf.dispatched d ON d.subscription_id = c.subscription_id AND d.shard = c.shard
-    AND d.batch = c.batch AND c.open IS NOT NULL
+{BEYOND}
 WHERE c.owner = %(owner)s
 """
 
@@ -57,36 +81,6 @@ FROM (SELECT shard, batch FROM {NEWEST} AS c
       WHERE c.owner = %(owner)s AND c.open IS NULL AND ({NEW})) AS n
 WHERE {THIS_ROW} AND c.owner = %(owner)s AND c.open IS NULL
 RETURNING c.shard, c.epoch, c.batch, c.done::text, c.open::text
-"""
-
-# The sizes of bodies are summed in the database, and only bodies that fit are fetched
-BEHIND = f"""
-EXISTS (SELECT FROM saf.backoff b
-        WHERE b.subscription_id = %(subscription_id)s AND b.destination = ''
-          AND b.kind = '{Kind.KEY}' AND b.subject = coalesce(since.key, since.message_id::text))
-"""
-READ_AHEAD = f"""
-SELECT * FROM (
-    SELECT *, (sum(bytes) OVER (ORDER BY place, id) - bytes)::bigint AS before,
-           count(*) OVER () AS found
-    FROM (
-        SELECT m.*, c.place
-        FROM unnest(%(shards)s::smallint[], %(done)s::pg_snapshot[], %(open)s::pg_snapshot[],
-                    %(read)s::bigint[], %(ids)s::int8multirange[])
-            WITH ORDINALITY AS c (shard, done, open, position, ids, place)
-        CROSS JOIN LATERAL (
-            SELECT {EXPRESSIONS}, {FATE} AS fate, {BEHIND} AS behind,
-                   octet_length(body) AS bytes
-            FROM (SELECT {WITH_READABLE} FROM ({SINCE}) AS since
-                  WHERE {IN_BATCH.format(open="c.open")} AND id > c.position AND NOT id <@ c.ids
-                  ORDER BY id LIMIT %(each)s) AS since
-            ORDER BY id
-        ) AS m
-        LIMIT %(limit)s
-    ) AS found_rows
-) AS counted
-WHERE before < %(bytes)s
-ORDER BY place, id
 """
 
 # A key that a worker left waiting for a handler is sent, unless a dialog's message comes first
@@ -107,44 +101,6 @@ SELECT EXISTS (SELECT FROM saf.backoff
                WHERE subscription_id = %(subscription_id)s AND destination = ''
                  AND kind = '{Kind.KEY}' AND next_attempt_at < timestamptz '{BLOCKED}')
 """
-READ_LANES = f"""
-SELECT * FROM (
-    SELECT m.*, l.place, (sum(bytes) OVER (ORDER BY l.place, m.id) - bytes)::bigint AS before
-    FROM unnest(%(lanes)s::text[]) WITH ORDINALITY AS l (subject, place)
-    LEFT JOIN LATERAL (
-        SELECT {EXPRESSIONS}, {FATE} AS fate, parked_id, octet_length(body) AS bytes
-        FROM (SELECT {WITH_READABLE} FROM saf.parked
-              WHERE subscription_id = %(subscription_id)s AND destination = ''
-                AND kind = '{Kind.KEY}' AND subject = l.subject
-              ORDER BY id LIMIT {LANE_MESSAGES}) AS lane
-        ORDER BY id
-    ) AS m ON true
-) AS counted
-WHERE coalesce(before, 0) < %(bytes)s
-ORDER BY place, id
-"""
-READ_LATE = f"""
-SELECT * FROM (
-    SELECT *, (sum(bytes) OVER (ORDER BY deliver_at, id) - bytes)::bigint AS before
-    FROM (
-        SELECT {EXPRESSIONS}, {FATE} AS fate, {BEHIND} AS behind, parked_id,
-               octet_length(body) AS bytes
-        FROM (SELECT {WITH_READABLE} FROM saf.parked
-              WHERE subscription_id = %(subscription_id)s AND destination = ''
-                AND kind = '{Kind.LATER}'
-                AND subject = ANY (ARRAY(
-                    SELECT subject FROM saf.backoff
-                    WHERE subscription_id = %(subscription_id)s AND destination = ''
-                      AND kind = '{Kind.LATER}' AND next_attempt_at <= now()
-                      AND subject = ANY (%(subjects)s)))
-                AND deliver_at <= now() AND parked_id <> ALL (%(in_memory)s)
-              ORDER BY deliver_at, id LIMIT %(limit)s) AS since
-        ORDER BY deliver_at, id
-    ) AS few
-) AS counted
-WHERE before < %(bytes)s
-ORDER BY deliver_at, id
-"""
 
 
 def all_shards(connection: psycopg.Connection[Any]) -> int:
@@ -161,7 +117,7 @@ def clock(connection: psycopg.Connection[Any]) -> tuple[datetime, float]:
 def owned(connection: psycopg.Connection[Any], reader: Reader) -> list[InHand]:
     """Return the shards that the member owns now, with their progress."""
     rows = fetch(connection, OWNED, _of(reader))
-    fields = ("shard", "epoch", "batch", "done", "open", "position", "known")
+    fields = ("shard", "epoch", "batch", "done", "open", "position", "beyond")
     return [InHand(**dict(zip(fields, row, strict=True))) for row in rows]
 
 
@@ -173,57 +129,6 @@ def open_batches(connection: psycopg.Connection[Any], reader: Reader) -> list[In
     ]
 
 
-def read(
-    connection: psycopg.Connection[Any],
-    reader: Reader,
-    shards: Sequence[InHand],
-    *,
-    each: int,
-    limit: int,
-    max_bytes: int,
-) -> tuple[list[tuple[Any, ...]], set[int]]:
-    """Read the next messages of these shards, in this order, at most ``each`` per shard.
-
-    Return rows for `take`, and the shards that were read completely.
-    """
-    params = {
-        **_of(reader),
-        "shards": [position.shard for position in shards],
-        "done": [position.done for position in shards],
-        "open": [position.open for position in shards],
-        "read": [position.read for position in shards],
-        "ids": [position.known for position in shards],
-        "each": each,
-        "limit": limit,
-        "bytes": max_bytes,
-    }
-    rows = _rows(connection, READ_AHEAD, params)
-    refuse_doubled(connection, rows)
-    last = len(shards) + 1
-    if rows:
-        *_, place, _, found = rows[-1]
-        if found == limit or len(rows) < found:
-            # this shard may have more messages, and the shards after it were not read
-            last = place
-    counts = Counter(row[SHARD] for row in rows)
-    return rows, {
-        position.shard
-        for place, position in enumerate(shards, start=1)
-        if place < last and counts[position.shard] < each
-    }
-
-
-def take(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
-    """Put rows that were read into the window, each by its fate."""
-    width = len(READ)
-    for row in rows:
-        message, fate = Received(row), row[width]
-        if fate == LATE:
-            window.postpone(message)
-        elif not _is_buried(window, message, fate):
-            window.add(message, behind=row[width + 1])
-
-
 def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
     """Put the first messages of a due lane into the window.
 
@@ -231,37 +136,18 @@ def take_lane(window: Window, lane: DueLane, max_attempts: int) -> None:
     """
     if lane.name in window.lanes or lane.shard not in window.shards:
         return
-    width, pending = len(READ), []
+    pending = []
     for number, row in enumerate(lane.rows):
         attempts = lane.attempts if number == 0 else 0
-        message, fate = Received(row, row[width + 1], attempts + 1), row[width]
-        if _is_buried(window, message, fate):
-            continue
-        if attempts >= max_attempts:
-            window.bury(message, "failed", lane.error)
-        else:
+        message = Received(row, row[PARKED_AT], attempts + 1)
+        outcome = outcome_of(message, row[FATE_AT])
+        if outcome is None and attempts >= max_attempts:
+            outcome = dead("failed", lane.error)
+        if outcome is None:
             pending.append(message)
+        else:
+            window.add(message, outcome)
     window.add_parked(lane.name, lane.shard, pending)
-
-
-def take_late(window: Window, rows: Iterable[tuple[Any, ...]]) -> None:
-    """Put messages whose deliver_at has come into the window."""
-    width = len(READ)
-    for row in rows:
-        message, fate = Received(row, row[width + 2]), row[width]
-        if not _is_buried(window, message, fate):
-            window.add_late(message, behind=row[width + 1])
-
-
-def _is_buried(window: Window, message: Received, fate: int) -> bool:
-    """Return whether a message can never be sent; if so, make it a dead letter."""
-    if fate == EXPIRED:
-        window.bury(message, "expired", dropped.EXPIRED)
-    elif fate == UNREAD:
-        window.bury(message, "over_size", None)
-    else:
-        return False
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,41 +188,18 @@ def due_lanes(
     found = fetch(connection, DUE, params)
     if not found:
         return []
-    params |= {"lanes": [subject for subject, *_ in found], "bytes": max_bytes}
-    # a lane without messages has an empty row; a lane that was not read has none
-    rows: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
-    for row in _rows(connection, READ_LANES, params):
-        rows[row[-2]] += [row] if row[ID] is not None else []
+    lanes = [subject for subject, *_ in found]
+    rows = reading.of_lanes(connection, reader, lanes, LANE_MESSAGES, max_bytes)
     return [
-        DueLane(name=subject, shard=shard, attempts=attempts, error=error, rows=rows[place])
-        for place, (subject, shard, attempts, error) in enumerate(found, start=1)
-        if place in rows
+        DueLane(name=subject, shard=shard, attempts=attempts, error=error, rows=rows[subject])
+        for subject, shard, attempts, error in found
+        if subject in rows
     ]
 
 
 def any_waits(connection: psycopg.Connection[Any], reader: Reader) -> bool:
     """Return whether a message waits for another attempt."""
     return bool(fetch(connection, ANY_WAITS, _of(reader))[0][0])
-
-
-def due_late(
-    connection: psycopg.Connection[Any],
-    reader: Reader,
-    shards: Collection[int],
-    in_memory: Collection[int],
-    *,
-    limit: int,
-    max_bytes: int,
-) -> list[tuple[Any, ...]]:
-    """Return rows of messages whose deliver_at has come, except the parked ids ``in_memory``."""
-    params = {
-        **_of(reader),
-        "subjects": [str(shard) for shard in shards],
-        "in_memory": list(in_memory),
-        "limit": limit,
-        "bytes": max_bytes,
-    }
-    return _rows(connection, READ_LATE, params)
 
 
 def _of(reader: Reader) -> dict[str, Any]:
@@ -347,8 +210,155 @@ def _of(reader: Reader) -> dict[str, Any]:
     }
 
 
-def _rows(
-    connection: psycopg.Connection[Any], query: str, params: dict[str, Any]
-) -> list[tuple[Any, ...]]:
-    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
-        return cursor.execute(query, params, binary=True).fetchall()
+class Ask(Protocol):
+    """A call of the database."""
+
+    def __call__(self, what: Callable[[psycopg.Connection[Any]], T], /) -> Awaitable[T]:
+        """Return the result of a function of the connection."""
+
+
+class ReadAhead:
+    """Loads messages into a window."""
+
+    def __init__(
+        self, window: Window, reader: Reader, endpoint: Endpoint, name: str, ask: Ask
+    ) -> None:
+        self.found = True
+        """True if there may be more to read than the last poll found."""
+        self.listens = False
+        """True if the inbox notifies this session."""
+        self._notified = False
+        self._poll_at = 0.0
+        self._reads = 0
+        self._window = window
+        self._reader = reader
+        self._endpoint = endpoint
+        self._name = name
+        self._ask = ask
+        self._capacity = min(MOST, max(AHEAD * endpoint.max_in_flight, AHEAD * PART))
+        self._pauses = Pauses()
+
+    @property
+    def hungry(self) -> bool:
+        """True if more must be read: fewer active keys than twice the requests in flight.
+
+        Keys that rest do not count. Without a shard there is nothing to read.
+        """
+        window = self._window
+        return (
+            bool(window.shards)
+            and len(window.lanes) - window.resting < 2 * self._endpoint.max_in_flight
+            and window.held < self._capacity
+            and window.bytes < MAX_BYTES // 2
+        )
+
+    @property
+    def poll_at(self) -> float:
+        """Time of the next poll, by the monotonic clock."""
+        return 0.0 if self._notified else self._poll_at
+
+    def look_again(self) -> None:
+        """Poll immediately: there may be more."""
+        self._poll_at, self.found = 0.0, True
+        self._pauses.end()
+
+    def hear(self, _: object = None) -> None:
+        """Note that a message was stored in the inbox; called by the thread that is notified."""
+        self._notified = True
+
+    @property
+    def _longest(self) -> float:
+        return LISTENING_PAUSE_SECONDS if self.listens else LONGEST_PAUSE_SECONDS
+
+    async def fill(self) -> None:
+        """Read ahead if hungry: due messages, and the next messages of the log."""
+        window = self._window
+        if time.monotonic() >= self.poll_at:
+            self._notified = False  # this poll may miss later notifications
+            self.found = await self._poll()
+            if self.found:
+                self.look_again()
+            else:
+                self._poll_at = time.monotonic() + self._pauses.next(self._longest)
+        unread = self.unread()
+        if not unread or not self.hungry:
+            return
+        # the window may change during the query: compute the arguments first
+        places = [hand.place for hand in unread]
+        limit, max_bytes = self._capacity - window.held, MAX_BYTES - window.bytes
+        rows, whole = await self._ask(
+            lambda connection: reading.next_messages(
+                connection,
+                self._reader,
+                places,
+                limit,
+                each=self._capacity // PART,
+                max_bytes=max_bytes,
+                behind=True,
+            )
+        )
+        self._reads += 1
+        for shard in whole | {row[SHARD] for row in rows}:
+            window.shards[shard].turn = self._reads
+        for shard in whole:
+            window.shards[shard].whole = True
+        for row in rows:
+            message = Received(row)
+            window.add(message, outcome_of(message, row[FATE_AT]))
+        self.found = True
+
+    async def _poll(self) -> bool:
+        """Take due messages, and open batches of new ones; return whether any were found."""
+        window, reader = self._window, self._reader
+        shards = [shard for shard in window.shards if shard not in window.leaving]
+        limits = {
+            "limit": self._endpoint.max_in_flight,
+            "max_bytes": (MAX_BYTES - window.bytes) // 2,
+        }
+        lanes, late = window.known_lanes, window.known_late
+        takes_all = self._endpoint.reply or not reader.converses
+        due = await self._ask(
+            lambda connection: due_lanes(
+                connection, reader, shards, lanes, awaited=takes_all, **limits
+            )
+        )
+        for lane in due:
+            if lane.rows and lane.attempts >= self._endpoint.attempts:
+                log.error(
+                    "dead_letter",
+                    endpoint=self._name,
+                    key=lane.name,
+                    attempt=f"{lane.attempts} of {self._endpoint.attempts}",
+                    error=lane.error,
+                )
+            take_lane(window, lane, self._endpoint.attempts)
+        delayed = await self._ask(
+            lambda connection: reading.delayed(
+                connection, reader, shards, in_memory=late, behind=True, **limits
+            )
+        )
+        for row in delayed:
+            message = Received(row, row[PARKED_AT])
+            window.add(message, outcome_of(message, row[FATE_AT]))
+        opened = await self._ask(lambda connection: open_batches(connection, reader))
+        for batch in opened:
+            window.shards[batch.shard].begin(batch)
+        return bool(due or delayed or opened)
+
+    def unread(self) -> list[InHand]:
+        """Return the shards with messages to read, in the order of their last reads.
+
+        If ordered by messages in memory, shards with a backlog would starve the others.
+        """
+        window, most = self._window, self._capacity // PART
+        return sorted(
+            (
+                hand
+                for hand in window.shards.values()
+                if hand.open is not None
+                and not hand.whole
+                and hand.shard not in window.leaving
+                and len(hand.pending) < most
+            ),
+            key=lambda hand: hand.turn,
+        )

@@ -15,7 +15,7 @@ If the end has changed nevertheless, because it was ended here, the second deliv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -31,6 +31,7 @@ from saf.receiving.dispatch.envelope import Request
 from saf.receiving.dispatch.replies import Reply, is_refusal
 from saf.receiving.hand import Hand, Reader, Shard
 from saf.receiving.retries import Policy
+from saf.receiving.summary import SetAside
 from saf.setaside.isolation import of_messages, said
 
 TRANSACTION = "SELECT pg_current_xact_id()::text"
@@ -39,7 +40,7 @@ NOT_SENT = "it was another message's turn when it was looked at"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Talked:
     """The result of a message of a dialog."""
 
     sent: bool = False
@@ -52,7 +53,7 @@ class Outcome:
 
 Make = Callable[[Received], Request]
 
-Found = dict[UUID, Request | Outcome]
+Found = dict[UUID, Request | Talked]
 """Requests to send, or results known already, by message id."""
 
 
@@ -68,7 +69,7 @@ def look(
     Return both, and the messages that cannot arrive, each with its error.
     """
     candidates = list(messages)
-    found: Found = {entry.message_id: Outcome() for entry in candidates}
+    found: Found = {entry.message_id: Talked() for entry in candidates}
     try:
         with connection.transaction(force_rollback=True):
             for message in _delivery(connection, reader, batches, candidates):
@@ -88,34 +89,34 @@ def look(
     )
 
 
-def _made(message: Received, make: Make) -> Request | Outcome:
+def _made(message: Received, make: Make) -> Request | Talked:
     try:
         return make(message)
     except Exception as error:
         if not isinstance(error, SafError) and not of_messages(error):
             raise
-        return Outcome(reason="rejected", error=said(error))
+        return Talked(reason="rejected", error=said(error))
 
 
 def settle(
     connection: psycopg.Connection[Any],
     reader: Reader,
     batches: Mapping[int, int],
-    outcomes: Iterable[tuple[Received, Outcome]],
+    results: Mapping[Received, Talked],
     one_reply: Collection[str],
-) -> tuple[int, int]:
+) -> SetAside:
     """Receive messages in the open transaction, and send the answers on their dialogs.
 
-    Return the numbers of parked messages and of dead letters.
+    Return the counts of messages set aside.
     """
-    by_id = {message.message_id: (message, outcome) for message, outcome in outcomes}
-    delivery = _delivery(connection, reader, batches, [message for message, _ in by_id.values()])
+    by_id = {message.message_id: message for message in results}
+    delivery = _delivery(connection, reader, batches, [*by_id.values()])
     for message in delivery:
-        _, outcome = by_id[message.message_id]
+        result = results[by_id[message.message_id]]
         effect = hook().by_itself(message)
-        if outcome.error is not None:
-            delivery.reject(message, outcome.error, reason=outcome.reason)
-        elif not outcome.sent and effect is None:
+        if result.error is not None:
+            delivery.reject(message, result.error, reason=result.reason)
+        elif not result.sent and effect is None:
             delivery.park(message, NOT_SENT)
         else:
             try:
@@ -123,26 +124,25 @@ def settle(
                     if effect is not None:
                         effect(connection)
                     else:
-                        _answer(connection, message, outcome, one_reply)
+                        _answer(connection, message, result, one_reply)
             except (psycopg.Error, SafError) as error:
                 if connection.broken or not is_refusal(error):
                     raise
                 delivery.reject(message, f"its reply is refused: {said(error)}")
-    delivery.settle()
-    return delivery.parked, delivery.buried
+    return delivery.settle()
 
 
 def _answer(
     connection: psycopg.Connection[Any],
     message: Received,
-    outcome: Outcome,
+    result: Talked,
     one_reply: Collection[str],
 ) -> None:
     dialog = message.dialog
     if dialog is None or dialog.monolog:
         return
-    if outcome.reply is not None:
-        reply = outcome.reply
+    if result.reply is not None:
+        reply = result.reply
         headers = reply.headers(message)
         dialog.send(connection, reply.body, message_type=reply.message_type, headers=headers)
     if dialog.contract is not None and dialog.contract.name in one_reply:
@@ -157,28 +157,32 @@ def _delivery(
 ) -> Delivery[psycopg.Connection[Any]]:
     """Return a delivery of messages in memory, which does not write the cursors of their shards."""
     numbers = {message.shard for message in messages}
-    hand = Hand(
-        reader=reader,
+    hand = in_hand(
+        reader,
+        {number: batches[number] for number in numbers},
         transaction=fetch(connection, TRANSACTION)[0][0],
-        shards={number: _shard(number, batches[number]) for number in numbers},
-        written=dict.fromkeys(numbers, 0),
         # a message that already waits is given up where it waits
-        late=sorted({message.shard for message in messages if message.parked_id is not None}),
+        late={message.shard for message in messages if message.parked_id is not None},
         messages=messages,
-        spoken=True,
     )
     return Delivery(connection, connection, hand, Policy())
 
 
-def _shard(number: int, batch: int) -> Shard:
-    return Shard(
-        shard=number,
-        batch=batch,
-        done="",
-        open=None,
-        position=0,
-        allowance=None,
-        until=None,
-        cuts=[],
-        epoch=0,
+def in_hand(
+    reader: Reader,
+    batches: Mapping[int, int],
+    *,
+    transaction: str = "",
+    late: Iterable[int] = (),
+    messages: Sequence[Received] = (),
+) -> Hand:
+    """Return shards that a member owns, each with its batch; their cursors count as written."""
+    return Hand(
+        reader=reader,
+        transaction=transaction,
+        shards={number: Shard(shard=number, batch=batch) for number, batch in batches.items()},
+        written=dict.fromkeys(batches, 0),
+        late=sorted(late),
+        messages=[*messages],
+        spoken=bool(messages),
     )

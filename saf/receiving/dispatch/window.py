@@ -1,13 +1,22 @@
 """The window: a dispatcher's messages in memory, its requests in flight, and its progress.
 
 The window holds the next messages of the shards that this member owns, each in the lane of its key.
-One message of each lane is in flight at a time, and lanes take turns. `saf.receiving.dispatch.walk`
-defines the states of a message; a message whose walk has ended is complete, and
+One message of each lane is in flight at a time, and lanes take turns. A message's walk is:
+
+    QUEUED      in memory, behind the earlier messages of its key
+    IN_FLIGHT   its key has its turn. QUEUED again if it was not sent, or is to be sent again: a
+                batch was refused, or the endpoint is down
+    ENDED       it has an outcome (`saf.receiving.outcome`), as with any receiver. A dialog's
+                message gets its outcome as its end receives it (`saf.receiving.dispatch.talking`)
+
+A message that is expired, too large, delayed, or behind others of its key ends without being sent.
+`saf.receiving.dispatch.judging` chooses the outcome that follows from an answer, and
 `saf.receiving.dispatch.progress` tracks a shard's progress.
 
 Nothing here queries the database. `Window.marks` returns the ended walks as `Marks`, which one
-transaction writes, and from then on the window counts them as written. If writing
-fails, throw the window away: messages in flight, or answered and not marked, are sent again.
+transaction writes (`saf.receiving.dispatch.marking`): only then are they complete for other members
+too. From then on the window counts them as written. If writing fails, throw the window away:
+messages in flight, or answered and not marked, are sent again.
 """
 
 from __future__ import annotations
@@ -15,25 +24,66 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from saf.errors import Fenced
 from saf.message import Message
 from saf.received import Received
 from saf.receiving.dispatch.progress import InHand, Mark
 from saf.receiving.dispatch.replies import Answer
-from saf.receiving.dispatch.talking import Outcome
-from saf.receiving.dispatch.walk import (
-    State,
-    Walk,
-    accept,
-    bury,
-    park,
-    postpone,
-    put_back,
-    receive,
-    send,
-)
+from saf.receiving.dispatch.talking import Talked
+from saf.receiving.outcome import HANDLED, Dead, Outcome, Parked
 from saf.receiving.retries import Waiting
+from saf.setaside.isolation import said
+from saf.setaside.lane import Kind
+
+
+class State(StrEnum):
+    """The place of a message on its walk; see the module's docstring."""
+
+    QUEUED = "queued"
+    IN_FLIGHT = "in flight"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Walk:
+    """A message, and its state with the data of that state."""
+
+    message: Received
+    late: bool = False
+    """True if the message waited in saf.parked for its deliver_at."""
+    alone: bool = False
+    """True if the message is sent in a request of its own next, because a batch was refused."""
+    state: State = State.QUEUED
+    outcome: Outcome | None = None
+    """Outcome of a message that has ended; None for a dialog's message that its end receives."""
+    reply: Message | None = None
+    """Reply of the endpoint that has accepted the message."""
+    talked: Talked | None = None
+    """Result with which a dialog's message is received."""
+
+    def __str__(self) -> str:
+        message = self.message
+        ended = f": {self.outcome}" if self.state is State.ENDED else ""
+        return f"message {message.message_id} of {message.lane!r}, {self.state}{ended}"
+
+    def step(self, state: State, *after: State) -> Walk:
+        """Go on to a state, after one of these."""
+        if self.state not in after:
+            raise AssertionError(f"{self}: it cannot be {state}")
+        self.state = state
+        return self
+
+    def end(self, outcome: Outcome) -> Walk:
+        """End with an outcome."""
+        self.outcome = outcome
+        return self.step(State.ENDED, State.QUEUED, State.IN_FLIGHT)
+
+
+def dead(reason: str, error: str) -> Dead:
+    """Return the outcome of a message that an endpoint has rejected, or that has expired."""
+    return Dead(reason=reason, error=said(error), fails=reason != "expired")
 
 
 @dataclass(kw_only=True)
@@ -48,7 +98,7 @@ class Marks:
     succeeded: list[str] = field(default_factory=list)
     """Lanes without messages in memory."""
     timed: set[int] = field(default_factory=set)
-    """Shards with delayed messages added or removed."""
+    """Shards with delayed messages removed."""
     attempts: list[tuple[Received, Answer]] = field(default_factory=list)
     """Failed attempts, for operators."""
     messages: int = 0
@@ -56,9 +106,15 @@ class Marks:
     accepted: int = 0
     """Number of these messages that the endpoint has accepted."""
 
-    def of(self, *states: State) -> list[Walk]:
-        """Return the messages that have ended in one of these states, in order."""
-        return [walk for walk in self.ended if walk.state in states]
+    @property
+    def outcomes(self) -> dict[Received, Outcome]:
+        """Outcomes of messages, except those that the ends of dialogs receive."""
+        return {walk.message: walk.outcome for walk in self.ended if walk.outcome is not None}
+
+    @property
+    def talked(self) -> dict[Received, Talked]:
+        """Results of messages that the ends of dialogs receive."""
+        return {walk.message: walk.talked for walk in self.ended if walk.talked is not None}
 
 
 @dataclass(kw_only=True)
@@ -124,24 +180,24 @@ class Window:
 
     # Incoming messages
 
-    def add(self, message: Received, *, behind: bool) -> None:
-        """Take a message read from the log. ``behind``: its key already waits."""
-        walk = self._read(message)
-        if behind or message.lane in self._stopped:
-            self._complete(park(walk))
+    def add(self, message: Received, outcome: Outcome | None = None) -> None:
+        """Take a message that was read: from the log, or because its deliver_at has come.
+
+        If it has an outcome, it is not sent.
+        """
+        if message.shard not in self.shards:
             return
-        self._queue(walk, parked=False)
-
-    def postpone(self, message: Received) -> None:
-        """Make a message that was read wait until its deliver_at."""
-        self._new.timed.add(message.shard)
-        self._complete(postpone(self._read(message)))
-
-    def bury(self, message: Received, reason: str, error: str | None) -> None:
-        """Make a dead letter of a message that was read; without an error, it is unreadable."""
-        if message.parked_id is not None:
-            self._new.timed.add(message.shard)  # perhaps the last one that waited for its time
-        self._complete(bury(self._read(message), reason, error))
+        walk = Walk(message, late=message.parked_id is not None)
+        if not walk.late:
+            hand = self.shards[message.shard]
+            hand.read = max(hand.read, message.id)
+            hand.pending[message.id] = None
+        if outcome is None and message.lane in self._stopped:
+            outcome = Parked.of(Kind.KEY, message.lane)
+        if outcome is None:
+            self._queue(walk, parked=False)
+        else:
+            self._complete(walk.end(outcome))
 
     def add_parked(self, lane: str, shard: int, messages: Iterable[Received]) -> None:
         """Take the first messages of a due lane; an empty lane is done."""
@@ -153,23 +209,6 @@ class Window:
         if not first:
             self._new.succeeded.append(lane)
             self._touch(shard)
-
-    def add_late(self, message: Received, *, behind: bool) -> None:
-        """Take a message whose deliver_at has come. ``behind``: its key already waits."""
-        if message.shard not in self.shards:
-            return
-        if behind or message.lane in self._stopped:
-            self._complete(park(Walk(message, late=True)))
-            return
-        self._queue(Walk(message, late=True), parked=False)
-
-    def _read(self, message: Received) -> Walk:
-        """Begin a message's walk. A message of the log was read, and is not complete."""
-        if message.parked_id is None:
-            hand = self.shards[message.shard]
-            hand.read = max(hand.read, message.id)
-            hand.pending[message.id] = None
-        return Walk(message)
 
     def _queue(self, walk: Walk, *, parked: bool) -> None:
         message = walk.message
@@ -200,7 +239,7 @@ class Window:
         return self._off(lane) if len(lane.queue) > lane.in_flight else None
 
     def _off(self, lane: Lane) -> Walk:
-        walk = send(lane.queue[lane.in_flight])
+        walk = lane.queue[lane.in_flight].step(State.IN_FLIGHT, State.QUEUED)
         lane.in_flight += 1
         self.in_flight += 1
         return walk
@@ -208,20 +247,22 @@ class Window:
     def done(self, walk: Walk, reply: Message | None = None) -> None:
         """Note that the endpoint has accepted a message, and may have replied."""
         self._new.accepted += 1
-        self._end(accept(walk, reply))
+        walk.reply = reply
+        self._end(walk.end(HANDLED))
 
-    def talked(self, walk: Walk, outcome: Outcome) -> None:
+    def talked(self, walk: Walk, result: Talked) -> None:
         """Note the result of a dialog's message, which the marks receive."""
-        self._new.accepted += outcome.sent
-        self._end(receive(walk, outcome))
+        self._new.accepted += result.sent
+        walk.talked = result
+        self._end(walk.step(State.ENDED, State.IN_FLIGHT))
 
     def put_back(self, walk: Walk) -> None:
         """Queue a message again, after the other lanes, as if it had not been sent."""
-        self._stands(self._landed(put_back(walk)))
+        self._stands(self._landed(walk.step(State.QUEUED, State.IN_FLIGHT)))
 
     def rest(self, walk: Walk) -> None:
         """Make a message's key wait until it is woken, as if the message had not been sent."""
-        self._resting.add(self._landed(put_back(walk)).name)
+        self._resting.add(self._landed(walk.step(State.QUEUED, State.IN_FLIGHT)).name)
 
     def wake(self, name: str) -> None:
         """Give a resting lane its turn again."""
@@ -231,13 +272,13 @@ class Window:
 
     def reject(self, walk: Walk, reason: str, error: str) -> None:
         """Make a dead letter of a message that the endpoint has rejected. Its key continues."""
-        self._end(bury(walk, reason, error))
+        self._end(walk.end(dead(reason, error)))
 
     def wait(self, walk: Walk, waiting: Waiting) -> None:
         """Make a message wait in its key's lane, and the key's other messages behind it."""
         lane = self._landed(walk)
         for queued in lane.queue:
-            self._complete(park(queued))
+            self._complete(queued.end(Parked.of(Kind.KEY, lane.name)))
         self._let_go(lane.queue)
         self._touch(lane.shard)
         self._new.waiting[lane.name] = waiting
@@ -282,11 +323,12 @@ class Window:
 
     def _complete(self, walk: Walk) -> None:
         """Note that a walk has ended, for the next marks."""
-        message, moved = walk.message, walk.state is State.MOVED
+        message = walk.message
+        moved = message.parked_id is not None and isinstance(walk.outcome, Parked)
         self._new.messages += not moved
         if message.parked_id is None:
             self.shards[message.shard].complete(message.id)
-            if walk.state is State.ACCEPTED and walk.reply is None:
+            if walk.outcome is HANDLED and walk.reply is None:
                 return  # its shard's mark is enough, so its body need not stay in memory
         elif walk.late or moved:
             self._new.timed.add(message.shard)

@@ -47,8 +47,9 @@ from pyspark.sql.types import StructType
 from saf.database import Dsn, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, NotThisStream, SchemaMissing, Unavailable
 from saf.log import stream
-from saf.log.cursor import BY_INDEX, has_more_than
+from saf.log.cursor import has_more_than
 from saf.log.offset import NO_LIMIT, Counted, Limit, Offset, between, shows_all_of
+from saf.log.read import BY_INDEX
 from saf.log.stream import Start, State
 from saf.operating.fleets import Candidate
 from saf.spark.table import part

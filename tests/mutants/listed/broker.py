@@ -320,15 +320,9 @@ MUTANTS: list[Mutant] = [
         "saf/receiving/reading.py",
         "    refuse_doubled(connection, rows)\n",
         "",
+        "contract/test_dispatch.py::test_messages_that_stand_twice_are_not_sent_until_the_repair",
         "moves/test_restored_over.py::"
         "test_messages_that_stand_twice_in_an_inbox_are_not_handed_out_twice",
-    ),
-    mutant(
-        "endpoints get a message twice that stands twice",
-        "saf/receiving/dispatch/source.py",
-        "    refuse_doubled(connection, rows)\n",
-        "",
-        "contract/test_dispatch.py::test_messages_that_stand_twice_are_not_sent_until_the_repair",
     ),
     mutant(
         "dead letters are not found again after the clock went back",

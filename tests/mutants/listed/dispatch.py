@@ -223,9 +223,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "who takes over from a dispatcher handles again what its endpoint has answered",
-        "saf/receiving/reading.py",
-        "            AND (id <@ d.ids) IS NOT TRUE\n",
-        "",
+        "saf/receiving/claim.py",
+        "coalesce(d.ids::text, '{NO_IDS}')",
+        "'{NO_IDS}'",
         f"{DISPATCH}::test_a_worker_that_takes_over_handles_only_what_no_endpoint_has_answered",
     ),
     mutant(
@@ -315,8 +315,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a delayed message that expires leaves its lane behind",
         WINDOW,
-        "self._new.timed.add(message.shard)  # perhaps the last",
-        "pass  # perhaps the last",
+        "        elif walk.late or moved:\n",
+        "        elif walk.late and walk.outcome is HANDLED or moved:\n",
         f"{DISPATCH}::test_a_delayed_message_that_expires_leaves_no_lane_behind",
     ),
     mutant(
@@ -328,9 +328,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a delayed message that is too large to be read ends a dispatcher's session",
-        SOURCE,
-        "        if not _is_buried(window, message, fate):\n",
-        "        if fate != EXPIRED or not _is_buried(window, message, fate):\n",
+        "saf/receiving/reading.py",
+        "CASE WHEN NOT readable THEN {UNREAD}",
+        "CASE WHEN NOT readable AND deliver_at IS NULL THEN {UNREAD}",
         f"{DISPATCH}::test_a_delayed_message_that_is_too_large_to_be_read_is_a_dead_letter",
     ),
     mutant(
@@ -377,14 +377,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "keys that rest fill the window",
-        "saf/receiving/dispatch/read_ahead.py",
+        SOURCE,
         "len(window.lanes) - window.resting < 2",
         "len(window.lanes) < 2",
         "contract/test_dispatch.py::test_keys_that_rest_keep_no_other_key_waiting",
     ),
     mutant(
         "in a backlog, the first shards are read again and again",
-        "saf/receiving/dispatch/read_ahead.py",
+        SOURCE,
         "            key=lambda hand: hand.turn,\n",
         "            key=lambda hand: len(hand.pending),\n",
         f"{DISPATCH}::test_in_a_backlog_all_shards_take_turns",
@@ -427,8 +427,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was complete beyond the position is not known to who takes over",
         SOURCE,
-        "AND NOT id <@ c.ids\n",
-        "\n",
+        "coalesce(d.ids::text, '{NO_IDS}')",
+        "'{NO_IDS}'",
         KILLED,
     ),
     mutant(
@@ -461,9 +461,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what waits behind a message is sent before it",
-        SOURCE,
-        "            window.add(message, behind=row[width + 1])",
-        "            window.add(message, behind=False)",
+        "saf/receiving/hand.py",
+        "if fate == BEHIND else None",
+        "if fate < 0 else None",
         f"{DISPATCH}::test_a_message_that_fails_waits_and_only_its_key_behind_it",
     ),
     mutant(
@@ -574,7 +574,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a reply that is refused is forgotten",
         MARKING,
-        '        bury(replied[message], "failed", error)\n',
+        '        replied[message].outcome = dead("failed", error)\n',
         "        pass\n",
         f"{REPLIES}::test_a_reply_that_the_database_refuses_makes_a_dead_letter_and_others_go_on",
     ),
@@ -588,7 +588,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a message of a dialog is sent before its turn",
         "saf/receiving/dispatch/talking.py",
-        "found: Found = {entry.message_id: Outcome() for entry in candidates}",
+        "found: Found = {entry.message_id: Talked() for entry in candidates}",
         "found: Found = {entry.message_id: _made(entry, make) for entry in candidates}",
         f"{REPLIES}::test_a_message_of_a_dialog_waits_for_an_earlier_one_and_a_repeated_one_is_dropped",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, mutant
 
 CURSOR, SHARDS, RING = "saf/log/cursor.py", "saf/log/shards.py", "saf/log/ring.py"
+READ = "saf/log/read.py"
 OWNERS, NO_LOSS, FENCED = (
     "contract/test_owners.py",
     "contract/test_2_no_loss.py",
@@ -100,14 +101,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what was in progress at the last snapshot is forgotten",
-        CURSOR,
+        READ,
         'return xmax, in_progress.split(",") if in_progress else []',
         "return xmax, []",
         f"{NO_LOSS}::test_a_late_committer_with_a_lower_id_is_not_lost",
     ),
     mutant(
         "a batch is read beyond its snapshot",
-        CURSOR,
+        READ,
         "AND pg_visible_in_snapshot(txid, {open}::pg_snapshot)",
         "AND {open}::pg_snapshot IS NOT NULL",
         f"{OWNERS}::test_a_batch_read_again_has_not_what_committed_since",
@@ -122,8 +123,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the position is sent again",
         CURSOR,
-        "AND id > {position}",
-        "AND id >= {position}",
+        "AND id > {{position}}",
+        "AND id >= {{position}}",
         f"{OWNERS}::test_what_is_complete_is_not_read_again",
     ),
     mutant(

@@ -251,16 +251,16 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is marked of a batch in hand is pending",
-        "saf/log/cursor.py",
+        "saf/log/read.py",
         "AND {row}.id <= c.position)",
         "AND {row}.id < c.position)",
         f"{OF_STATUS}::test_what_is_marked_of_a_batch_in_hand_is_not_pending",
     ),
     mutant(
         "a late committer is not pending",
-        STATUS,
-        "o.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))",
-        "o.txid < ALL (ARRAY(SELECT pg_snapshot_xip(c.done)))",
+        "saf/log/read.py",
+        'xip = f"ARRAY(SELECT pg_snapshot_xip({done}))"',
+        """xip = "'{}'::xid8[]\"""",
         f"{OF_STATUS}::test_what_committed_late_is_pending",
     ),
     mutant(

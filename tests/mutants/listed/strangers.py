@@ -197,15 +197,6 @@ SURVIVORS: list[Mutant] = [
         "unit/test_matching.py::test_the_default_destination_is_in_no_topics_match_beside_others",
     ),
     mutant(
-        "a delayed message that is buried leaves its lane behind",
-        "saf/receiving/dispatch/window.py",
-        """        if message.parked_id is not None:
-            self._new.timed.add(message.shard)  # perhaps the last one that waited for its time
-""",
-        "",
-        f"{DISPATCH}::test_a_delayed_message_that_expires_leaves_no_lane_behind",
-    ),
-    mutant(
         "a source with all its memories knows only the times since the last",
         "saf/destinations/marks.py",
         "return len(known) < TIMES or time > known[0]",
@@ -273,8 +264,8 @@ OF_THEIR_KIND: list[Mutant] = [
     mutant(
         "what follows a key that waits is sent before that is written",
         WINDOW,
-        "if behind or message.lane in self._stopped:\n            self._complete(park(walk))",
-        "if behind:\n            self._complete(park(walk))",
+        "if outcome is None and message.lane in self._stopped:",
+        "if outcome is None and message.lane in self._resting:",
         f"{OF_WINDOW}::test_what_follows_a_key_that_waits_parks_behind_it_until_that_is_written",
     ),
     mutant(
@@ -297,8 +288,8 @@ OF_THEIR_KIND: list[Mutant] = [
         WINDOW,
         """        if message.shard not in self.shards:
             return
-        if behind""",
-        "        if behind",
+        walk""",
+        "        walk",
         f"{OF_WINDOW}::test_a_message_whose_time_has_come_goes_behind_its_key_if_that_waits",
     ),
     mutant(

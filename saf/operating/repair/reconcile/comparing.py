@@ -25,7 +25,7 @@ from uuid import UUID
 import psycopg
 
 from saf.destinations import Entry
-from saf.log.cursor import since as not_visible_in
+from saf.log.read import since as not_visible_in
 from saf.log.side import IN_RANGE, PLAIN, in_order, open_side
 from saf.operating.repair.reconcile.copies import Copies, Lost, RoutesOf
 from saf.operating.repair.reconcile.outcome import Both, Difference, Kind, Shard
