@@ -11,22 +11,21 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
-from saf.cli.console import Listing, echo, paragraph
-from saf.cli.tables import Table, results_of
-from saf.config import Settings, did_you_mean, load
+from saf.cli.brokers import AsJson, Brokers, Commands, Round, moment
+from saf.cli.console import Table, echo, paragraph, results_of
+from saf.config import Settings, did_you_mean
 from saf.database import of_broker
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
 from saf.errors import ConfigurationError, Unroutable
 from saf.operating.wording import at
 from saf.routing import routes
-from saf.routing.explain import Explanation, as_dict, explain
+from saf.routing.explain import Explanation, Verdict, as_dict, explain
 from saf.routing.matching import Route
 from saf.routing.routes import Configuration, Configured, describe
 
-app = typer.Typer(no_args_is_help=True, help="Routes: which messages go where.")
-topics = typer.Typer(no_args_is_help=True, help="Topics: services that go to every destination.")
+app = Commands(help="Routes: which messages go where.")
+topics = Commands(help="Topics: services that go to every destination.")
 
 ANY = "(any)"
 NEXT_BATCH = "from the next batch on"
@@ -70,8 +69,7 @@ def add(
             "--local", help="DESTINATION is this broker: senders store messages there themselves."
         ),
     ] = False,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
 ) -> None:
     """Route messages to a destination, from the next batch on.
 
@@ -79,7 +77,7 @@ def add(
     then broker, then neither. If several win, they share the load; for a topic, all of them count.
     An existing route gets the new values, and is enabled.
     """
-    settings = load(config)
+    settings = round_.settings
     _known(settings, destination)
     try:
         settings.destinations[destination].check_quality(quality)
@@ -87,7 +85,7 @@ def add(
         raise ConfigurationError(f"--quality: {error}") from None
     known = Identities({destination: settings.destinations[destination]}).known() if local else {}
 
-    def add_to(connection: psycopg.Connection[Any], _: object) -> bool:
+    def add_to(connection: psycopg.Connection[Any]) -> bool:
         if local:
             _is_here(connection, destination, known[destination])
         return routes.add_route(
@@ -101,11 +99,11 @@ def add(
             local=local,
         )
 
-    round_ = Round(chosen(settings, broker))
     added = round_.visit("route", add_to)
     what = _named(destination, service, to_broker)
+    since = "from now on" if local else NEXT_BATCH
     for where, new in added.items():
-        _say(where, what, "added" if new else "changed", "from now on" if local else NEXT_BATCH)
+        echo(f"{where}: {what} {'added' if new else 'changed'}, {since}")
     warn_of_early(settings, [destination])
     round_.finish(say=True)
 
@@ -116,8 +114,7 @@ def remove(
     *,
     service: Service = None,
     to_broker: ToBroker = None,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
 ) -> None:
     """Remove a route.
 
@@ -126,7 +123,7 @@ def remove(
     change = partial(
         routes.remove_route, destination=destination, service=service, broker=to_broker
     )
-    _change(load(config), broker, change, _named(destination, service, to_broker), "removed")
+    _change(round_, change, _named(destination, service, to_broker), "removed")
 
 
 @app.command()
@@ -135,19 +132,10 @@ def enable(
     *,
     service: Service = None,
     to_broker: ToBroker = None,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
 ) -> None:
     """Enable a disabled route."""
-    settings = load(config)
-    change = partial(
-        routes.enable_route,
-        destination=destination,
-        service=service,
-        broker=to_broker,
-        declared=settings.declared,
-    )
-    _change(settings, broker, change, _named(destination, service, to_broker), "enabled")
+    _enable(round_, destination, service, to_broker, enabled=True)
 
 
 @app.command()
@@ -156,36 +144,24 @@ def disable(
     *,
     service: Service = None,
     to_broker: ToBroker = None,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
 ) -> None:
     """Disable a route until it is enabled again.
 
     This also works for a route that saf.toml declares.
     """
-    settings = load(config)
-    change = partial(
-        routes.enable_route,
-        destination=destination,
-        service=service,
-        broker=to_broker,
-        enabled=False,
-        declared=settings.declared,
-    )
-    _change(settings, broker, change, _named(destination, service, to_broker), "disabled")
+    _enable(round_, destination, service, to_broker, enabled=False)
 
 
 @app.command("list")
-def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
     """Show all routes and where each is defined, the most specific first."""
-    settings = load(config)
-    round_ = Round(chosen(settings, broker))
-    found = configured(round_, settings)
-    rows = {
-        where: [(entry, configuration) for entry in configuration.routes]
-        for where, configuration in found.items()
-    }
-    round_.show_rows("routes", rows, ROUTES, as_json=as_json)
+
+    def rows(connection: psycopg.Connection[Any]) -> list[tuple[Configured, Configuration]]:
+        found = _configuration(round_, connection)
+        return [(entry, found) for entry in found.routes]
+
+    round_.show_rows("route", rows, "routes", ROUTES, as_json=as_json)
 
 
 @app.command("explain")
@@ -194,8 +170,7 @@ def explain_(
     *,
     to_broker: ToBroker = None,
     key: Annotated[str | None, typer.Option(help="Of the message. Default: it has none.")] = None,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     as_json: AsJson = False,
 ) -> None:
     """Show where a message would go with the next batch.
@@ -203,12 +178,11 @@ def explain_(
     It also explains why the other routes do not count. Exit code 75: at some broker no route
     matches, so the message would wait.
     """
-    settings = load(config)
+    settings = round_.settings
     identities = Identities(settings.destinations).known()
-    round_ = Round(chosen(settings, broker))
     found = round_.visit(
         "route",
-        lambda connection, _: explain(
+        lambda connection: explain(
             connection,
             service,
             str(to_broker) if to_broker else None,
@@ -229,55 +203,47 @@ def explain_(
 
 
 @topics.command("add")
-def add_topic(name: Topic, config: Config = None, broker: Name = None) -> None:
+def add_topic(name: Topic, *, round_: Brokers) -> None:
     """Make a service a topic.
 
     Its messages go to all destinations of its routes.
     """
-    round_ = Round(chosen(load(config), broker))
-    for where, added in round_.visit(
-        "route", lambda connection, _: routes.add_topic(connection, name)
-    ).items():
-        done = "is a topic from the next batch on" if added else "is a topic already"
-        echo(f"{where}: {name} {done}")
-    round_.finish(say=True)
+    round_.tell(
+        "route",
+        lambda connection: routes.add_topic(connection, name),
+        lambda added: f"{name} is a topic {NEXT_BATCH if added else 'already'}",
+    )
 
 
 @topics.command("list")
-def list_topics(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+def list_topics(*, round_: Brokers, as_json: AsJson = False) -> None:
     """Show the topics, and where a message of each goes now."""
-    settings = load(config)
-    round_ = Round(chosen(settings, broker))
-    topics = {
-        where: [
-            (name, [*match.destinations] if match else [])
-            for name in sorted(configuration.topics)
-            for match in [configuration.in_force.match(name, None)]
-        ]
-        for where, configuration in configured(round_, settings).items()
-    }
-    round_.show_rows("topics", topics, TOPICS, as_json=as_json)
+
+    def rows(connection: psycopg.Connection[Any]) -> list[tuple[str, list[str]]]:
+        found = _configuration(round_, connection)
+        matches = {name: found.in_force.match(name, None) for name in sorted(found.topics)}
+        return [(name, [*match.destinations] if match else []) for name, match in matches.items()]
+
+    round_.show_rows("route", rows, "topics", TOPICS, as_json=as_json)
 
 
 @topics.command("remove")
-def remove_topic(name: Topic, config: Config = None, broker: Name = None) -> None:
+def remove_topic(name: Topic, *, round_: Brokers) -> None:
     """Make a topic an ordinary service again.
 
     Its most specific routes share its messages.
     """
-    round_ = Round(chosen(load(config), broker))
-    for where in round_.visit("route", lambda connection, _: routes.remove_topic(connection, name)):
-        echo(f"{where}: {name} is no longer a topic, from the next batch on")
-    round_.finish(say=True)
-
-
-def configured(round_: Round, settings: Settings) -> dict[str, Configuration]:
-    """Return the configuration of each broker in a round."""
-    default = settings.forwarder.default_destination
-    return round_.visit(
+    round_.tell(
         "route",
-        lambda connection, _: routes.configuration(connection, default, settings.declared),
+        lambda connection: routes.remove_topic(connection, name),
+        lambda _: f"{name} is no longer a topic, {NEXT_BATCH}",
     )
+
+
+def _configuration(round_: Round, connection: psycopg.Connection[Any]) -> Configuration:
+    settings = round_.settings
+    default = settings.forwarder.default_destination
+    return routes.configuration(connection, default, settings.declared)
 
 
 def state(one: Configured, there: Configuration) -> str:
@@ -310,17 +276,30 @@ def _known(settings: Settings, destination: str) -> None:
         )
 
 
-def _change(
-    settings: Settings,
-    broker: str | None,
-    change: Callable[[psycopg.Connection[Any]], None],
-    what: str,
-    done: str,
+def _enable(
+    round_: Round,
+    destination: str,
+    service: str | None,
+    to_broker: UUID | None,
+    *,
+    enabled: bool,
 ) -> None:
-    round_ = Round(chosen(settings, broker))
-    for where in round_.visit("route", lambda connection, _: change(connection)):
-        _say(where, what, done)
-    round_.finish(say=True)
+    change = partial(
+        routes.enable_route,
+        destination=destination,
+        service=service,
+        broker=to_broker,
+        enabled=enabled,
+        declared=round_.settings.declared,
+    )
+    done = "enabled" if enabled else "disabled"
+    _change(round_, change, _named(destination, service, to_broker), done)
+
+
+def _change(
+    round_: Round, change: Callable[[psycopg.Connection[Any]], None], what: str, done: str
+) -> None:
+    round_.tell("route", change, lambda _: f"{what} {done}, {NEXT_BATCH}")
 
 
 def _named(destination: str, service: str | None, to_broker: UUID | None) -> str:
@@ -336,10 +315,6 @@ def _is_here(connection: psycopg.Connection[Any], destination: str, identity: st
             f"--local: destination {destination!r} {fact}, and database {connection.info.dbname!r} "
             f"is broker {here}: a local route leads to the database of its senders"
         )
-
-
-def _say(where: str, what: str, done: str, since: str = NEXT_BATCH) -> None:
-    echo(f"{where}: {what} {done}, {since}")
 
 
 def _cells(row: tuple[Configured, Configuration]) -> Sequence[str]:
@@ -363,6 +338,14 @@ ROUTES = Table[tuple[Configured, Configuration]](
     cells=_cells,
     plain=lambda row: {**as_dict(row[0]), "state": state(*row)},
 )
+VERDICTS = Table[Verdict](
+    *("taken", "route", "from"),
+    below="why",
+    cells=lambda verdict: (
+        "yes" if verdict.takes else "no", describe(verdict.route.route), verdict.route.origin,
+        verdict.why,
+    ),
+)  # fmt: skip
 
 
 def show_explanation(where: str, one: Explanation) -> None:
@@ -373,8 +356,4 @@ def show_explanation(where: str, one: Explanation) -> None:
     if one.router:
         leads = f"where its router says: saf router explain {one.service} --body …"
     paragraph(f"{where}: a message for {one.service!r}{to} {key} goes to {leads}")
-    listing = Listing("taken", "route", "from", below="why")
-    for verdict in one.verdicts:
-        taken, route = "yes" if verdict.takes else "no", verdict.route
-        listing.add(taken, describe(route.route), route.origin, below=verdict.why)
-    listing.show()
+    VERDICTS.show_rows(one.verdicts)

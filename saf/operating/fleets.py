@@ -101,6 +101,15 @@ class Member:
     broker_id: UUID | None = None
     missing_since: str | None = None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the member for JSON."""
+        return {
+            "member": self.name,
+            "fleet": self.fleet,
+            "broker_id": self.broker_id and str(self.broker_id),
+            "missing_since": self.missing_since,
+        }
+
 
 class Memory:
     """The members that a store remembers.

@@ -561,7 +561,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the streams of one name are dropped at every broker",
-        "saf/cli/subscription.py",
+        "saf/cli/service.py",
         "if broker is None and len(found) > 1:",
         "if broker is None and not found:",
         "contract/test_streams.py::"

@@ -79,7 +79,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a repair does not report lost messages without a route",
-        "saf/cli/replay.py",
+        "saf/cli/repair.py",
         "    if sent.unrouted:\n",
         "    if sent.unrouted < 0:\n",
         "contract/test_set_back_topics.py::test_what_is_lost_and_has_no_route_any_more_is_said_by_the_repair",
