@@ -153,7 +153,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "all messages of a lane are counted for a page",
-        "saf/ui/pages/parked.py",
+        "saf/ui/pages/set_aside.py",
         "after=after, most=MOST",
         "after=after",
         "ui/test_ui_parked.py"
@@ -182,14 +182,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "each address of a customer is listened to by itself",
-        "saf/ui/guard.py",
+        "saf/ui/access.py",
         "ipaddress.ip_network((ip, OF_A_CUSTOMER), strict=False)",
         "ip",
         "unit/test_doctests.py",
     ),
     mutant(
         "addresses that were wrong are remembered without bound",
-        "saf/ui/guard.py",
+        "saf/ui/access.py",
         "while len(self._wrong) >= MOST_ADDRESSES:",
         "while len(self._wrong) < 0:",
         f"{ACCESS}::test_wrong_tokens_are_remembered_for_a_bounded_number_of_addresses",
@@ -203,7 +203,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "who is asked for by any host believes the header that names a user",
-        "saf/ui/guard.py",
+        "saf/ui/access.py",
         "if host not in self._hosts and not _is_address(host):",
         "if not host:",
         f"{ACCESS}::test_where_a_header_names_the_visitor_only_known_hosts_are_answered",
