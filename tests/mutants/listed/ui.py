@@ -104,7 +104,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what a receiver has in hand is discarded",
-        "saf/operating/decide_parked.py",
+        "saf/operating/decide.py",
         "for shard, is_owned in fetch(connection, CLAIM, claimed):",
         "for shard, is_owned in [(one, False) for one in shards[subscription_id]]:",
         f"{DECIDED}::test_nobody_decides_about_what_a_receiver_has_in_hand",
@@ -118,14 +118,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a lane goes in which a member may be about to park",
-        "saf/operating/decide_parked.py",
+        "saf/operating/decide.py",
         'row for row in self._rows if row.log == "outbox" or row.in_shard not in self._owned',
         "row for row in self._rows if row.shard is not None",
         f"{DECIDED}::test_of_a_members_shards_only_keys_that_rest_are_decided_about",
     ),
     mutant(
         "a dialog goes on without a message that was given up where it had arrived",
-        "saf/operating/decide_parked.py",
+        "saf/operating/decide.py",
         "        if arrived:\n",
         "        if arrived and not self._rows:\n",
         f"{DECIDED}::test_a_dialog_fails_at_both_ends_if_a_message_is_given_up_where_it_had_arrived",
