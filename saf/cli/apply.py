@@ -18,7 +18,7 @@ from saf.cli.route import warn_of_early
 from saf.config import Settings, load
 from saf.database import Dsn
 from saf.errors import ConfigurationError, UsageError
-from saf.operating.fleets import Listing as Found
+from saf.operating.places import Listing as Found
 from saf.operating.places import chosen
 from saf.operating.plans.difference import Change, Difference, broker_id, difference, listed
 from saf.operating.plans.difference import apply as make_good

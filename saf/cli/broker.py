@@ -13,8 +13,7 @@ from saf.cli.console import Table, echo
 from saf.config import Broker, Settings, load
 from saf.database import unavailable_if_lost
 from saf.errors import UsageError
-from saf.operating.fleets import Member, memory
-from saf.operating.places import everywhere
+from saf.operating.places import Member, everywhere, memory
 from saf.operating.repair.new_id import Renewed, give_new_id, place
 from saf.operating.status import Identity, identity
 from saf.operating.wording import counted

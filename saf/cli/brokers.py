@@ -38,8 +38,7 @@ from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import Background
 from saf.database.pages import Page
 from saf.errors import SafError, SchemaMissing, UsageError
-from saf.operating.fleets import Candidate, Listing
-from saf.operating.places import chosen, everywhere, store, stores
+from saf.operating.places import Candidate, Listing, chosen, everywhere, store, stores
 from saf.routing.matching import Routes
 from saf.routing.routes import current_routes
 

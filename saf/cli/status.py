@@ -12,8 +12,14 @@ from saf.cli.brokers import AsJson, Brokers, Everywhere
 from saf.cli.console import Table
 from saf.errors import UsageError, ranges
 from saf.log.backlog import Shard
-from saf.operating.members import Membership, memberships
-from saf.operating.status import BrokerStatus, ShardStatus, StreamStatus, broker_status
+from saf.operating.status import (
+    BrokerStatus,
+    Membership,
+    ShardStatus,
+    StreamStatus,
+    broker_status,
+    memberships,
+)
 from saf.operating.wording import age, at
 from saf.setaside.backoff import SHOWN
 from saf.setaside.dropped import Dropped

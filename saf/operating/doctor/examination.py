@@ -66,7 +66,7 @@ from saf.operating.doctor.server import (
     skew_of,
     synchronous_commit,
 )
-from saf.operating.fleets import Candidate, Listing, ask_all, memory, missing
+from saf.operating.places import Candidate, Listing, ask_all, memory, missing
 from saf.operating.repair.new_id import Place, place
 
 SERVER: tuple[Check, ...] = (

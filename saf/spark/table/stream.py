@@ -38,7 +38,7 @@ from pyspark.sql.types import StructType
 
 from saf.errors import NotThisStream, SchemaMissing, Unavailable
 from saf.log.offset import NO_LIMIT, Limit, Offset
-from saf.operating.fleets import Candidate
+from saf.operating.places import Candidate
 from saf.spark.table.options import Options, subscription_of
 from saf.telemetry.logger import Log
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from saf.errors import SafError, Unexpected, UsageError
 from saf.log.backlog import Shard
 from saf.operating.doctor import Finding, examine
-from saf.operating.members import Membership, memberships
+from saf.operating.status import Membership, memberships
 from saf.routing.explain import Explanation, explain
 from saf.routing.routes import Configuration, Configured, configuration, describe
 from saf.ui.site import LIVE, Site, Visit

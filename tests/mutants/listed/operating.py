@@ -15,7 +15,7 @@ GRANTS, STATUS, CONFIG, FLEETS = (
     "saf/broker/grants.py",
     "saf/operating/status.py",
     "saf/config.py",
-    "saf/operating/fleets.py",
+    "saf/operating/places.py",
 )
 MAINTENANCE, BROKERS, ARCHIVE = (
     "saf/operating/maintenance.py",
@@ -66,7 +66,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a member of a fleet that is gone is not missed",
-        "saf/operating/fleets.py",
+        "saf/operating/places.py",
         "member for member in known if member.name not in listed and",
         "member for member in known if False and",
         "integration/test_missing_members.py::"
