@@ -56,7 +56,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a doctor takes any destination for one that holds messages",
-        "saf/operating/doctor/routing.py",
+        "saf/operating/doctor/messages.py",
         "not settings.capabilities.holds",
         "settings.capabilities.holds",
         "contract/test_given_early.py::"
@@ -525,7 +525,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what a destination that cannot be read back may have is taken for lost",
-        "saf/operating/repair/reconcile/comparing.py",
+        "saf/operating/repair/reconcile/__init__.py",
         '"not_compared" if unread.may_have(one) else "lost"',
         '"lost"',
         "contract/test_jsonl.py::test_what_readers_have_deleted_is_not_taken_for_lost",

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant, mutant
 
 SIDE, INBOX_READING = "saf/log/side.py", "saf/destinations/postgresql/reading.py"
 COMPARING, SIDES, OUTCOME, COPIES = (
-    "saf/operating/repair/reconcile/comparing.py",
+    "saf/operating/repair/reconcile/__init__.py",
     "saf/operating/repair/reconcile/outcome.py",
     "saf/operating/repair/reconcile/outcome.py",
     "saf/operating/repair/reconcile/copies.py",
@@ -554,7 +554,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a missing table ends the doctor",
-        "saf/operating/doctor/examination.py",
+        "saf/operating/doctor/__init__.py",
         "    except LOST:\n        raise\n",
         "    except psycopg.Error:\n        raise\n",
         f"{OF_DOCTOR}::test_what_is_missing_is_an_error_and_the_rest_is_examined",

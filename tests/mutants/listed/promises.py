@@ -72,7 +72,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "uncertain copies are not counted",
-        "saf/operating/repair/reconcile/comparing.py",
+        "saf/operating/repair/reconcile/__init__.py",
         "    if gone.uncertain and stored:",
         "    if gone.uncertain and not stored:",
         "contract/test_set_back_topics.py::test_copies_of_a_store_that_gets_the_topic_no_longer_are_said_to_be_uncertain",
