@@ -73,7 +73,7 @@ from saf.routing.routes import add_route
 from saf.signing.keys import Key
 from saf.signing.signer import Signer
 from saf.signing.verifier import Keys
-from saf.telemetry.spans import traced
+from saf.telemetry.tracing import traced
 
 install(Dialogs())
 

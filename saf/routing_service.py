@@ -56,7 +56,7 @@ from saf.routing.routers import load
 from saf.routing.routes import NOTHING, Declared, configuration, router_that_forwards
 from saf.setaside.dropped import Reason
 from saf.setaside.parking import ADDRESS
-from saf.telemetry.spans import processing
+from saf.telemetry.tracing import processing
 from saf.transaction import enter
 
 if TYPE_CHECKING:

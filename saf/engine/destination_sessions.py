@@ -29,7 +29,7 @@ from saf.log.cursor import learn_set_aside
 from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
 from saf.setaside.isolation import said
 from saf.telemetry.logger import Log
-from saf.telemetry.spans import forwarding
+from saf.telemetry.tracing import forwarding
 
 log = Log("saf.task")
 

@@ -59,7 +59,7 @@ from saf.receiving.retries import Policy
 from saf.signing.keys import Key
 from saf.signing.signer import Signer
 from saf.signing.verifier import Trust
-from saf.telemetry import spans
+from saf.telemetry import tracing
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine
@@ -128,7 +128,7 @@ async def areceive(
             await step(receiving.__exit__, type(cancelled), cancelled, None)
             raise cancelled
         try:
-            with spans.receiving(subscription, delivery):
+            with tracing.receiving(subscription, delivery):
                 yield delivery
         except BaseException as error:
             suppressed, _ = await step(receiving.__exit__, type(error), error, error.__traceback__)

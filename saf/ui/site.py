@@ -17,7 +17,7 @@ from saf.config import Settings
 from saf.destinations.identities import Identities
 from saf.errors import ConfigurationError, UsageError
 from saf.operating.places import Places
-from saf.telemetry import declared as m
+from saf.telemetry import metrics as m
 from saf.ui.access import Access, Visitor
 from saf.ui.brokers import Brokers
 from saf.ui.jobs import Jobs
