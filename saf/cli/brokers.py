@@ -33,11 +33,12 @@ import typer
 
 from saf.broker import health
 from saf.cli.console import INTERRUPTED, Table, echo, ends, say_next
-from saf.config import Broker, Settings, load
+from saf.config import Broker, Settings, did_you_mean, load
 from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import Background
 from saf.database.pages import Page
-from saf.errors import SafError, SchemaMissing, UsageError
+from saf.destinations.settings import DestinationSettings
+from saf.errors import ConfigurationError, SafError, SchemaMissing, UsageError
 from saf.operating.places import Candidate, Listing, chosen, everywhere, store, stores
 from saf.routing.matching import Routes
 from saf.routing.routes import current_routes
@@ -186,6 +187,20 @@ After = Annotated[
 Why = Annotated[str, typer.Option(help="For the audit; who and when are noted anyway.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List matches without changing them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
+
+
+def named(settings: Settings, destination: str) -> DestinationSettings:
+    """Return the settings of a destination in saf.toml.
+
+    Raises:
+        ConfigurationError: no destination has this name.
+    """
+    if destination not in settings.destinations:
+        raise ConfigurationError(
+            f"no [destinations.{destination}] in saf.toml"
+            f"{did_you_mean(destination, settings.destinations)}"
+        )
+    return settings.destinations[destination]
 
 
 def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]:

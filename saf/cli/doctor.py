@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from saf.cli.brokers import AsJson, Commands, Config
+from saf.cli.brokers import AsJson, Commands, Config, named
 from saf.cli.console import echo, plain_console
-from saf.config import did_you_mean, load
+from saf.config import load
 from saf.destinations.delta import Delta
 from saf.destinations.queues import client_needed
-from saf.destinations.settings import DestinationSettings
-from saf.errors import ConfigurationError, Unavailable, UsageError
+from saf.errors import Unavailable, UsageError
 from saf.operating.doctor import REACHABLE, examine
 from saf.operating.wording import counted
 
@@ -83,7 +81,7 @@ def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
     Exit code 0: messages can be stored there; 1: it has a problem; 2: it refuses the login or the
     forwarder; 75: it does not answer.
     """
-    destination = named(name, config)
+    destination = named(load(config), name)
     problems = [*destination.problems(name), *destination.probe(name)]
     given = destination.guarantee(name)
     if as_json:
@@ -104,20 +102,6 @@ def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
             console.paragraph(f"  to have it: {cure}", others="    ")
     if problems:
         raise typer.Exit(FOUND)
-
-
-def named(name: str, config: Path | None) -> DestinationSettings:
-    """Return the settings of a destination in saf.toml.
-
-    Raises:
-        ConfigurationError: no destination has this name.
-    """
-    destinations = load(config).destinations
-    if name not in destinations:
-        raise ConfigurationError(
-            f"no [destinations.{name}] in saf.toml{did_you_mean(name, destinations)}"
-        )
-    return destinations[name]
 
 
 def _said(given: Any, problems: list[tuple[str, str]]) -> dict[str, Any]:
@@ -149,7 +133,7 @@ def optimize(
 
     Exit code 0: done; 2: the table does not exist; 75: it does not answer.
     """
-    destination = named(name, config)
+    destination = named(load(config), name)
     if not isinstance(destination, Delta):
         raise UsageError(
             f"destination {name!r} is of kind {destination.kind!r}: only delta has tables"

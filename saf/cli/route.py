@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any
@@ -11,9 +11,9 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Brokers, Commands, Round, moment
+from saf.cli.brokers import AsJson, Brokers, Commands, Options, Round, moment, named
 from saf.cli.console import Table, echo, paragraph, results_of
-from saf.config import Settings, did_you_mean
+from saf.config import Settings
 from saf.database import of_broker
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
@@ -39,6 +39,17 @@ ToBroker = Annotated[
     UUID | None,
     typer.Option(metavar="UUID", help="Of messages for this broker_id. Default: any broker."),
 ]
+
+
+def _key(destination: str, service: str | None, to_broker: UUID | None) -> Mapping[str, Any]:
+    return {"destination": destination, "service": service, "broker": to_broker}
+
+
+Key = Annotated[
+    Mapping[str, Any],
+    Options({"destination": Destination, "service": Service, "to_broker": ToBroker}, make=_key),
+]
+"""What identifies a route, as arguments of the functions of `saf.routing.routes`."""
 Topic = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
 
 TOPICS = Table[tuple[str, list[str]]](
@@ -51,10 +62,8 @@ TOPICS = Table[tuple[str, list[str]]](
 
 @app.command()
 def add(
-    destination: Destination,
     *,
-    service: Service = None,
-    to_broker: ToBroker = None,
+    key: Key,
     quality: Annotated[
         Quality | None, typer.Option(help="Of service. Default: the destination's.")
     ] = None,
@@ -77,80 +86,54 @@ def add(
     then broker, then neither. If several win, they share the load; for a topic, all of them count.
     An existing route gets the new values, and is enabled.
     """
-    settings = round_.settings
-    _known(settings, destination)
+    destination = key["destination"]
+    settings = named(round_.settings, destination)
     try:
-        settings.destinations[destination].check_quality(quality)
+        settings.check_quality(quality)
     except ValueError as error:
         raise ConfigurationError(f"--quality: {error}") from None
-    known = Identities({destination: settings.destinations[destination]}).known() if local else {}
+    known = Identities({destination: settings}).known() if local else {}
 
     def add_to(connection: psycopg.Connection[Any]) -> bool:
         if local:
             _is_here(connection, destination, known[destination])
         return routes.add_route(
-            connection,
-            destination,
-            service=service,
-            broker=to_broker,
-            quality=quality,
-            expires_at=expires,
-            comment=comment,
-            local=local,
+            connection, **key, quality=quality, expires_at=expires, comment=comment, local=local
         )
 
     added = round_.visit("route", add_to)
-    what = _named(destination, service, to_broker)
     since = "from now on" if local else NEXT_BATCH
     for where, new in added.items():
-        echo(f"{where}: {what} {'added' if new else 'changed'}, {since}")
-    warn_of_early(settings, [destination])
+        echo(f"{where}: {_named(key)} {'added' if new else 'changed'}, {since}")
+    warn_of_early(round_.settings, [destination])
     round_.finish(say=True)
 
 
 @app.command()
-def remove(
-    destination: Destination,
-    *,
-    service: Service = None,
-    to_broker: ToBroker = None,
-    round_: Brokers,
-) -> None:
+def remove(*, key: Key, round_: Brokers) -> None:
     """Remove a route.
 
     Messages that only it matched go by a less specific route, or are parked.
     """
-    change = partial(
-        routes.remove_route, destination=destination, service=service, broker=to_broker
-    )
-    _change(round_, change, _named(destination, service, to_broker), "removed")
+    _change(round_, key, "removed", partial(routes.remove_route, **key))
 
 
 @app.command()
-def enable(
-    destination: Destination,
-    *,
-    service: Service = None,
-    to_broker: ToBroker = None,
-    round_: Brokers,
-) -> None:
+def enable(*, key: Key, round_: Brokers) -> None:
     """Enable a disabled route."""
-    _enable(round_, destination, service, to_broker, enabled=True)
+    declared = round_.settings.declared
+    _change(round_, key, "enabled", partial(routes.enable_route, **key, declared=declared))
 
 
 @app.command()
-def disable(
-    destination: Destination,
-    *,
-    service: Service = None,
-    to_broker: ToBroker = None,
-    round_: Brokers,
-) -> None:
+def disable(*, key: Key, round_: Brokers) -> None:
     """Disable a route until it is enabled again.
 
     This also works for a route that saf.toml declares.
     """
-    _enable(round_, destination, service, to_broker, enabled=False)
+    declared = round_.settings.declared
+    change = partial(routes.enable_route, **key, enabled=False, declared=declared)
+    _change(round_, key, "disabled", change)
 
 
 @app.command("list")
@@ -268,43 +251,17 @@ def warn_of_early(settings: Settings, destinations: Iterable[str]) -> None:
             )
 
 
-def _known(settings: Settings, destination: str) -> None:
-    if destination not in settings.destinations:
-        raise ConfigurationError(
-            f"no [destinations.{destination}] in saf.toml"
-            f"{did_you_mean(destination, settings.destinations)}"
-        )
-
-
-def _enable(
-    round_: Round,
-    destination: str,
-    service: str | None,
-    to_broker: UUID | None,
-    *,
-    enabled: bool,
-) -> None:
-    change = partial(
-        routes.enable_route,
-        destination=destination,
-        service=service,
-        broker=to_broker,
-        enabled=enabled,
-        declared=round_.settings.declared,
-    )
-    done = "enabled" if enabled else "disabled"
-    _change(round_, change, _named(destination, service, to_broker), done)
-
-
 def _change(
-    round_: Round, change: Callable[[psycopg.Connection[Any]], None], what: str, done: str
+    round_: Round,
+    key: Mapping[str, Any],
+    done: str,
+    change: Callable[[psycopg.Connection[Any]], None],
 ) -> None:
-    round_.tell("route", change, lambda _: f"{what} {done}, {NEXT_BATCH}")
+    round_.tell("route", change, lambda _: f"{_named(key)} {done}, {NEXT_BATCH}")
 
 
-def _named(destination: str, service: str | None, to_broker: UUID | None) -> str:
-    broker = str(to_broker) if to_broker else None
-    return describe(Route(service=service, broker=broker, destination=destination))
+def _named(key: Mapping[str, Any]) -> str:
+    return describe(Route(**{**key, "broker": key["broker"] and str(key["broker"])}))
 
 
 def _is_here(connection: psycopg.Connection[Any], destination: str, identity: str | None) -> None:
