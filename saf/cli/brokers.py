@@ -36,7 +36,7 @@ from saf.cli.console import INTERRUPTED, Table, echo, ends, say_next
 from saf.config import Broker, Settings, did_you_mean, load
 from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import Background
-from saf.database.pages import Page
+from saf.database.queries import Page
 from saf.destinations.settings import DestinationSettings
 from saf.errors import ConfigurationError, SafError, SchemaMissing, UsageError
 from saf.operating.places import Candidate, Listing, chosen, everywhere, store, stores

@@ -47,7 +47,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from saf.database.pages import Page
+from saf.database.queries import Page
 from saf.errors import SafError, Unavailable, UsageError
 from saf.operating.wording import shown
 

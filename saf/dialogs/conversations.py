@@ -22,7 +22,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch, of_broker
-from saf.database.pages import Page, foreign, page_of
+from saf.database.queries import Page, foreign, page_of
 from saf.dialogs.states import State
 from saf.errors import DialogNotFound, UsageError
 from saf.log.cursor import BY_INDEX

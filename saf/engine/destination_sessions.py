@@ -16,7 +16,7 @@ from uuid import UUID
 
 import psycopg
 
-from saf.database.patience import while_unavailable
+from saf.database.bounds import while_unavailable
 from saf.destinations import Chunk, Destination, Refusal, Stored
 from saf.destinations.marks import AGAIN, ONCE, Mark, Place
 from saf.destinations.places import touched

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from saf.database import pinned
-from saf.database.patience import shut, sockets_to
+from saf.database.bounds import shut, sockets_to
 from saf.errors import ConfigurationError, MissingExtra, SafError
 from saf.spark import java
 from saf.spark.identity import address, java_options, log_in

@@ -25,7 +25,7 @@ from pyspark.sql.datasource import (
 )
 
 from saf.database import Dsn, check_schema, unavailable_if_lost
-from saf.database.patience import while_unavailable
+from saf.database.bounds import while_unavailable
 from saf.errors import ConfigurationError, NotThisStream, SafError
 from saf.sending import staging
 from saf.telemetry.logger import Log

@@ -25,7 +25,7 @@ REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 MUTANTS: list[Mutant] = [
     mutant(
         "a wait that could not be ended for want of descriptors goes on for ever",
-        "saf/database/patience.py",
+        "saf/database/bounds.py",
         "            if error.errno in (errno.EMFILE, errno.ENFILE):",
         "            if False:",
         "unit/test_patience.py::"
@@ -489,7 +489,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a connection that the server has closed is taken for a good one",
-        "saf/database/patience.py",
+        "saf/database/bounds.py",
         "return bool(poller.poll(0))",
         "return False and bool(poller.poll(0))",
         "contract/test_connections.py::test_what_the_server_has_cut_meanwhile_costs_no_message",

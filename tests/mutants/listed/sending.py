@@ -272,7 +272,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an older schema will do",
-        "saf/database/asking.py",
+        "saf/database/queries.py",
         "if found != REVISION:",
         "if found > REVISION:",
         f"{SENT}::test_an_older_or_newer_schema_is_refused_and_the_transaction_survives",

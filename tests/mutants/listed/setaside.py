@@ -230,7 +230,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the last page of a list says that there is another one",
-        "saf/database/pages.py",
+        "saf/database/queries.py",
         "more = len(found) > limit",
         "more = len(found) >= limit",
         "integration/test_pages_of_lists.py::test_a_page_says_the_command_that_goes_on",
