@@ -16,7 +16,7 @@ from uuid import UUID, uuid4
 
 from saf.errors import InvalidMessage
 from saf.sending.encoding import Encoder
-from saf.telemetry.tracing import with_context
+from saf.telemetry.carried import with_context
 
 EMPTY = "is empty; if it does not exist, pass None, in SQL NULL"
 MAX_NAME = 255
@@ -141,7 +141,7 @@ def encode(
 ) -> Row:
     """Check a message and turn it into a row with a new random id.
 
-    The headers get the current trace context, if there is one; see `saf.telemetry.tracing`.
+    The headers get the current trace context, if there is one; see `saf.telemetry.carried`.
 
     Raises:
         InvalidMessage: names the field at fault.

@@ -53,7 +53,7 @@ from saf.cli.console import (
 )
 from saf.database import REVISION
 from saf.errors import SafError
-from saf.telemetry import tracing
+from saf.telemetry import carried
 from saf.telemetry.tracing import trace_ids
 from saf_demo.command import command as demo
 
@@ -175,7 +175,7 @@ def _end_at_once(ended: Sequence[int]) -> None:
     By now, threads have ended and the command's exit handlers have run. Do nothing after a
     traceback, or if OpenTelemetry was set up before the command: it exports its last spans later.
     """
-    if not ended or tracing.on():
+    if not ended or carried.on():
         return
     try:
         logging.shutdown()

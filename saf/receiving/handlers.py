@@ -19,7 +19,7 @@ from typing import Any
 
 from saf.errors import UsageError
 from saf.received import Received
-from saf.telemetry import tracing
+from saf.telemetry import carried
 from saf.telemetry.metrics import HANDLER_SECONDS, counting, timed
 from saf.telemetry.tracing import processing
 
@@ -121,7 +121,7 @@ def watched(
     call: Callable[[], Any], subscription: str, messages: Sequence[Received], *, waits: bool = False
 ) -> Callable[[], Any]:
     """Return a handler's call, timed and traced. ``waits``: the handler is async."""
-    if not counting() and not tracing.on():
+    if not counting() and not carried.on():
         return call
     if waits:
 

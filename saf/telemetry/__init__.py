@@ -7,8 +7,8 @@ databases.
 
 *Traces.* Messages carry the context in which they were sent, and saf continues their traces, with
 OpenTelemetry's API alone: the application configures who records spans, and where they go. saf
-never imports OpenTelemetry in a process that has not; there, `tracing.on` is false, and nothing has
-an effect. `tracing` handles the headers of messages, records forwarding, receiving and
-dispatching, and adds trace ids to the log. Nothing there raises, whatever a message carries:
+never imports OpenTelemetry in a process that has not; there, `carried.on` is false, and nothing has
+an effect. `carried` handles the headers of messages; `tracing` records forwarding, receiving
+and dispatching, and adds trace ids to the log. Nothing here raises, whatever a message carries:
 malformed, overlong or non-text values count as missing.
 """

@@ -22,7 +22,7 @@ from saf.receiving.dispatch import envelope
 from saf.receiving.dispatch.calls import XmlRpc
 from saf.signing.verifier import Refusal, Trust, Verifier
 from saf.spark.table.fields import members
-from saf.telemetry.tracing import carrier_of, context_of
+from saf.telemetry.carried import carrier_of, context_of
 from saf.ui.redaction import Redaction
 from tests.fuzz.target import Target, documents, encoded
 from tests.signing import key

@@ -8,7 +8,8 @@ import pytest
 import structlog
 
 from saf.database import Dsn
-from saf.telemetry.tracing import LARGE, LONGEST, MOST_LINKS, MOST_LOOKED_AT, SCHEMA
+from saf.telemetry.carried import LARGE, LONGEST
+from saf.telemetry.tracing import MOST_LINKS, MOST_LOOKED_AT, SCHEMA
 from tests.pages import blocks, page, prepared, shell
 from tests.programs import INSTALLED, send
 from tests.receivers import put

@@ -38,7 +38,7 @@ from saf.message import CONTENT_TYPE, Message, encode
 from saf.outbox import Outbox
 from saf.received import Received
 from saf.setaside.isolation import of_messages, said
-from saf.telemetry.tracing import carrier_of
+from saf.telemetry.carried import carrier_of
 
 IN_REPLY_TO = "in-reply-to"
 """Header of a reply with the id of the message that it answers."""

@@ -44,7 +44,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "bytes of an array are escaped where backslashes are",
         "saf/transaction.py",
-        "        params = params and parameters.in_arrays(self.connection, params)\n",
+        "        params = params and queries.in_arrays(self.connection, params)\n",
         "",
         "contract/test_unusual_databases.py::"
         "test_what_is_sent_by_any_way_is_received_as_it_was_sent[standard_conforming_strings-few]",
@@ -52,7 +52,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "bytes of a copy are escaped where backslashes are",
         "saf/sending/bulk.py",
-        "in parameters.in_rows(connection, rows)",
+        "in queries.in_rows(connection, rows)",
         "in rows",
         "contract/test_unusual_databases.py::"
         "test_what_is_sent_by_any_way_is_received_as_it_was_sent[standard_conforming_strings-many]",
