@@ -13,24 +13,24 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-routing demo-dialog test check full changed crash stateful fuzz mutants soak model audit sbom kafka docs pages bench bench-peers airflow wheel clean
 
-help: ## this list
+help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-install: $(VENV)/.installed ## set up .venv with everything; every other target does that too
+install: $(VENV)/.installed ## set up .venv with everything; the other targets do so too
 
-demo: $(VENV)/.installed ## the flights of 2013: sent, forwarded by Spark, proven; make demo DEMO="--to redis"
+demo: $(VENV)/.installed ## send the flights of 2013, forward them with Spark, prove the result: make demo DEMO="--to redis"
 	@$(VENV)/bin/saf demo $(DEMO)
 
-demo-routing: $(VENV)/.installed ## the same to three MOM stores, each flight to its airport's
+demo-routing: $(VENV)/.installed ## the demo with three MOM stores: each flight goes to the store of its airport
 	@$(VENV)/bin/saf demo --routing $(DEMO)
 
 demo-dialog: $(VENV)/.installed ## a shop and a warehouse talk: in parts, refused, too late, 20 MB
 	@$(VENV)/bin/saf demo --dialog $(DEMO)
 
-test: $(VENV)/.installed ## the product works: some five minutes; chosen tests: make test T="tests/unit -k shard"
+test: $(VENV)/.installed ## show in some five minutes that the product works; chosen tests: make test T="tests/unit -k shard"
 	$(if $(T),$(PY) -m pytest $(T),SAF_TESTS=test $(PYTEST))
 
-changed: $(VENV)/.installed ## the tests of what differs from a revision: make changed SINCE=main~2
+changed: $(VENV)/.installed ## run the tests of files that differ from a revision: make changed SINCE=main~2
 	@$(PY) -m tests.changed $(if $(SINCE),--since $(SINCE)) -- -n $(WORKERS)
 
 static: $(VENV)/.installed ## format, lint and types, without a test
@@ -47,10 +47,10 @@ check: static ## the gate, under 20 minutes on two cores: format, lint, types an
 full: $(VENV)/.installed ## everything, before a release, recorded in tests/full.md; some suites: make full SUITES="model crash"; after a fix: make full FAILED=1
 	@$(PY) -m tests.full $(if $(FAILED),--failed) $(SUITES)
 
-audit: $(VENV)/.installed ## known vulnerabilities of what is installed; needs the network
+audit: $(VENV)/.installed ## known vulnerabilities of the installed packages; needs the network
 	@$(PY) -m tests.audit
 
-sbom: $(VENV)/.installed ## build/sbom.cdx.json: what saf with its extras consists of, as CycloneDX
+sbom: $(VENV)/.installed ## build/sbom.cdx.json: the packages of saf and its extras, as CycloneDX
 	@$(PY) -m tests.sbom build/sbom.cdx.json
 
 kafka: ## the jars of a Kafka broker, by Maven, once: for its tests, and for make demo DEMO="--to kafka"
@@ -60,13 +60,13 @@ kafka: ## the jars of a Kafka broker, by Maven, once: for its tests, and for mak
 docs: $(VENV)/.installed ## the documentation as a site, in build/site; opens from the file system
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build
 
-pages: $(VENV)/.installed ## the pages of the reference anew, from code, models and catalog
+pages: $(VENV)/.installed ## regenerate the reference pages from code, models and catalog
 	for page in cli settings python schema metrics guarantees; do $(PY) -m tests.$${page}_page; done
 
 bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; some of them: make bench PARTS="drain brokers"
 	$(PY) -m benchmarks.bench $(PARTS)
 
-bench-peers: $(VENV)/.installed ## the same work by what one would pick instead; needs the network once
+bench-peers: $(VENV)/.installed ## the same work by other systems; needs the network once
 	$(PY) -m benchmarks.peers
 
 crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, kafka, rabbitmq, rabbitmq_stream, delta, iceberg, http, transforms or stream; SEED=7 SHRINK=12 reduces a finding
@@ -74,15 +74,15 @@ crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEE
 	$(if $(SECONDS),--seconds $(SECONDS)) $(if $(TO),--to $(TO)) \
 	$(if $(SHRINK),--shrink --round $(SHRINK))
 
-stateful: $(VENV)/.installed ## steps that lose a message, looked for: make stateful SECONDS=600 SEED=7
+stateful: $(VENV)/.installed ## search for steps that lose a message: make stateful SECONDS=600 SEED=7
 	@$(PY) -m tests.stateful $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(ONLY),--only $(ONLY))
 
-fuzz: $(VENV)/.installed ## readers of foreign bytes, so long each: make fuzz SECONDS=600 ONLY=webhook; needs the network once
+fuzz: $(VENV)/.installed ## feed foreign input to its readers, each for this time: make fuzz SECONDS=600 ONLY=webhook; needs the network once
 	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
 	@$(PY) -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
-mutants: $(VENV)/.installed ## bugs are planted, tests must notice; goes on where it was: make mutants SECONDS=600, SAMPLE=10 SEED=7, K=cursor, JOBS=2; GENERATED=1500 SEED=7: that many by a machine, TESTS="unit contract": noticed by these
+mutants: $(VENV)/.installed ## plant bugs, which tests must catch; continues an interrupted run: make mutants SECONDS=600, SAMPLE=10 SEED=7, K=cursor, JOBS=2; GENERATED=1500 SEED=7: as many by a machine; TESTS="unit contract": caught by these
 	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(K),-k "$(K)") $(if $(SECONDS),--seconds $(SECONDS)) $(if $(JOBS),--jobs $(JOBS)) \
 	$(if $(GENERATED),--generated $(GENERATED)) $(if $(TESTS),--tests "$(TESTS)")
@@ -110,7 +110,7 @@ wheel: ## dist/saf_outbox-….whl; needs no more than the package "build", in bu
 	build/venv/bin/python -m pip install --quiet --disable-pip-version-check build; }
 	build/venv/bin/python -m build --wheel --outdir dist .
 
-clean: ## remove what make made; .saf holds the demo's databases
+clean: ## remove the results of make; .saf holds the demo's databases
 	rm -rf $(VENV) .saf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis spark-warehouse
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

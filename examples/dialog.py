@@ -1,6 +1,7 @@
 """A dialog: a shop asks a warehouse for articles, and gets an answer, each in its own database.
 
     export SHOP_DSN=postgresql://localhost/shop WAREHOUSE_DSN=postgresql://localhost/warehouse
+    # `saf migrate --dsn …` was run on both databases
     saf service create shop --broker shop --config dialog_shop.toml
     saf service create warehouse --broker warehouse --config dialog_warehouse.toml
     python dialog.py A-1 2                               # the shop asks

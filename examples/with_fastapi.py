@@ -63,5 +63,5 @@ async def place(order: Order) -> Order:
                 message_type="OrderPlaced",
             )
     except IntegrityError:
-        raise HTTPException(409, f"order {order.number} is there already") from None
+        raise HTTPException(409, f"order {order.number} already exists") from None
     return order

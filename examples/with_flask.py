@@ -57,5 +57,5 @@ def place() -> tuple[Response, int]:
                 message_type="OrderPlaced",
             )
     except psycopg.errors.UniqueViolation:
-        return jsonify(error=f"order {order['number']} is there already"), 409
+        return jsonify(error=f"order {order['number']} already exists"), 409
     return jsonify(order), 201

@@ -49,7 +49,7 @@ class Forward(BashOperator):  # type: ignore[misc] # Airflow is not installed he
             return super().execute(context)
         except AirflowSkipException:
             raise AirflowFailException(
-                f"exit code {USAGE}: a person has to mend something; the log says what"
+                f"exit code {USAGE}: an operator must fix a problem; the log names it"
             ) from None
 
 

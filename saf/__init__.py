@@ -9,10 +9,10 @@ Routing:   `add_route`, `Resolved`; `saf.routing_service`, which needs Arrow, se
 Signing:   `Signer`, `Key`, `Keys`
 Dialogs:   `begin_dialog`, `open_dialog`, `Dialog`, `begin_monolog`, `conversations`,
            `group_state`, `set_group_state`, `move_dialog`, `create_contract`, `create_message_type`
-Errors:    `SafError` and what stands below it in `saf.errors`
+Errors:    `SafError` and its subclasses in `saf.errors`
 
-The forwarder lives in `saf.spark` and is imported by nothing here: an application that only
-sends needs neither Spark nor Arrow.
+This module imports neither the forwarder (`saf.forwarding`) nor `saf.spark`: an application that
+only sends needs neither Spark nor Arrow.
 """
 
 from saf.broker.services import create_service, create_services

@@ -244,7 +244,7 @@ class Forwarder(_Table):
     max_bytes: Bytes = DEFAULT_MAX_BYTES
     """Messages with a larger body become dead letters."""
     lease_seconds: Lease = 30.0
-    """Time for which a dead forwarder keeps its shards, in seconds."""
+    """Time for which a forwarder that hangs keeps its shards, in seconds."""
     interval_seconds: Seconds = 1.0
     """With --loop: the longest pause after an idle cycle or a problem, in seconds."""
     turn_seconds: Seconds = 2.0
@@ -424,7 +424,7 @@ class Settings(_Sources):
             raise ValueError("no [brokers.NAME] and no [fleets.NAME]: nothing to forward")
         for name in self.fleets:
             if "/" in name:
-                raise ValueError(f"fleets.{name}: a fleet's name holds no '/'")
+                raise ValueError(f"fleets.{name}: a fleet's name must not contain '/'")
         for name in self.brokers:
             if name.partition("/")[0] in self.fleets and "/" in name:
                 raise ValueError(f"brokers.{name}: names like this belong to the fleet")
@@ -619,7 +619,7 @@ def _read(path: Path, *, delivers: bool) -> Settings:
     rest = {name: table for name, table in tables.items() if name not in signing}
     if delivers and not tables.get("destinations"):
         raise ConfigurationError(
-            f"{path}: [destinations.NAME] is missing, to which messages are delivered"
+            f"{path}: [destinations.NAME] is missing: messages need a destination"
         )
     return _checked(path, tables, lambda: Settings(**_expand(rest, ()), **signing))
 

@@ -101,7 +101,7 @@ class Outbox:
 
         Args:
             conn: the caller's connection, in the transaction that the message is part of.
-            service: the named endpoint that the message is for, up to 255 bytes of UTF-8.
+            service: the service that gets the message; its name has up to 255 bytes of UTF-8.
             body: bytes, str, or any value that has a JSON form (`saf.sending.encoding`). Its
                 content type goes into the headers, unless they already have one.
             key: messages with the same key stay in order, e.g. an order's number; up to 1024 bytes.

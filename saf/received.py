@@ -104,7 +104,10 @@ class VerifiedFrom:
 
 
 class Received:
-    """One message of a delivery. Read-only."""
+    """One message of a delivery. Read-only.
+
+    `attempt` is the number of times that it has been handed out, including this time.
+    """
 
     __slots__ = ("_dialog", "_row", "_signed_by", "attempt", "parked_id")
 
@@ -117,20 +120,20 @@ class Received:
         self.attempt = attempt
         """Number of times that it has been handed out, including this time."""
 
-    id: int = _field("id", "Its place in the inbox: rises with each message of a key.")
-    shard: int = _field("shard", "Where its key falls.")
-    service: str = _field("to_service", "The service that it is addressed to.")
+    id: int = _field("id", "Its place in the inbox; rises with each message of a key.")
+    shard: int = _field("shard", "Shard of its key.")
+    service: str = _field("to_service", "Service that it is addressed to.")
     from_service: str | None = _field("from_service", "The sender's service.")
-    to_broker: UUID | None = _field("to_broker", "The one broker that it is addressed to.")
-    key: str | None = _field("key", "What stays in order together.")
-    message_type: str | None = _field("message_type", "What the body is.")
-    conversation_id: UUID | None = _field("conversation_id", "The conversation it belongs to.")
-    from_initiator: bool | None = _field("from_initiator", "Which end of a dialog has sent it.")
+    to_broker: UUID | None = _field("to_broker", "Broker that it is addressed to; None: any.")
+    key: str | None = _field("key", "Messages with the same key stay in order.")
+    message_type: str | None = _field("message_type", "Type of the body.")
+    conversation_id: UUID | None = _field("conversation_id", "Conversation that it belongs to.")
+    from_initiator: bool | None = _field("from_initiator", "True if a dialog's initiator sent it.")
     sequence: int | None = _field("sequence", "Its number within the conversation.")
-    created_at: datetime = _field("created_at", "When it was sent.")
-    deliver_at: datetime | None = _field("deliver_at", "Not handed out before.")
-    expires_at: datetime | None = _field("expires_at", "Not handed out after.")
-    source: UUID | None = _field("source", "Of a dialog: the broker it comes from.")
+    created_at: datetime = _field("created_at", "Time at which it was sent.")
+    deliver_at: datetime | None = _field("deliver_at", "Earliest time to hand it out.")
+    expires_at: datetime | None = _field("expires_at", "Latest time to hand it out.")
+    source: UUID | None = _field("source", "For a dialog: broker of the sender.")
 
     @property
     def body(self) -> bytes:

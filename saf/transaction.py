@@ -433,7 +433,7 @@ def _of_django(conn: object) -> psycopg.Connection[Any] | None:
     conn.ensure_connection()
     if not isinstance(conn.connection, psycopg.Connection):
         raise UsageError(
-            f"Django is connected by {described(conn.connection)}, and saf needs psycopg 3: "
+            f"Django uses {described(conn.connection)}, and saf needs psycopg 3: "
             "pip install psycopg, which Django then prefers"
         )
     return conn.connection

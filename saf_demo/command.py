@@ -52,26 +52,33 @@ def command(
         bool, typer.Option("--reset", help="Start over: drop the databases of earlier runs.")
     ] = False,
     routing: Annotated[
-        bool, typer.Option("--routing", help="To three MOM stores, each flight to its airport's.")
+        bool,
+        typer.Option(
+            "--routing", help="Use three MOM stores: each flight goes to the store of its airport."
+        ),
     ] = False,
     dialog: Annotated[
-        bool, typer.Option("--dialog", help="Instead, a shop and a warehouse hold conversations.")
+        bool,
+        typer.Option("--dialog", help="Instead, show conversations of a shop and a warehouse."),
     ] = False,
     lake: Annotated[
-        bool, typer.Option("--lake", help="By a stream of Spark into a Delta table, with a chart.")
+        bool,
+        typer.Option(
+            "--lake", help="Stream the messages into a Delta table with Spark, and draw a chart."
+        ),
     ] = False,
     to: Annotated[
         Kind,
-        typer.Option(help="What the messages go to: a MOM store, a table, or a server of a queue."),
+        typer.Option(help="Kind of destination: a MOM store, a table, or the server of a queue."),
     ] = Kind.POSTGRESQL,
     http: Annotated[
-        bool, typer.Option("--http", help="On to a receiver, as signed webhooks.")
+        bool, typer.Option("--http", help="Send the messages on to a receiver, as signed webhooks.")
     ] = False,
     ui: Annotated[
-        bool, typer.Option("--ui", help="Show it in a browser, by the dashboard, until Ctrl-C.")
+        bool, typer.Option("--ui", help="Show the run in the dashboard, until Ctrl-C.")
     ] = False,
     ui_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Where the dashboard is. 0: any port.")
+        int, typer.Option(min=0, max=65535, help="Port of the dashboard; 0: any free port.")
     ] = 8400,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the result as one line of JSON.")

@@ -26,23 +26,24 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference" / "cli.md"
 
 HEAD = """# Commands
 
-Every command of `saf`, with its arguments and options, as `saf COMMAND --help` tells them. This
-page is for those who write scripts and look something up. `python -m tests.cli_page` writes it.
+This page is for operators and for authors of scripts. It lists every command of `saf`, with its
+arguments and options, like `saf COMMAND --help`. `python -m tests.cli_page` writes it from the
+code.
 
-Commands that read saf.toml take it from `--config`, else from `$SAF_CONFIG`, else from the current
-folder; [saf.toml](settings.md) has its settings. Those with `--json` write one line of JSON for
-programs. Events go to standard error: a line of JSON each, or readable ones on a terminal.
+Commands read saf.toml from the path in `--config`, else in `$SAF_CONFIG`, else from the current
+folder; [saf.toml](settings.md) lists its settings. With `--json`, a command writes one line of JSON
+for programs. Events go to standard error: as text on a terminal, elsewhere as lines of JSON.
 
 ## Exit codes
 
-A command that fails says why in one sentence. Its exit code is that of the error:
+A command that fails shows the reason in one sentence. The error determines the exit code:
 
 | code | errors |
 | --- | --- |
-| 0 | none: done, or nothing to do, or stopped on request |
+| 0 | none: done, nothing to do, or stopped on request |
 """
 
-INTERRUPTED = "| 130 | none: Ctrl-C, of a command that has nothing in hand to finish |\n"
+INTERRUPTED = "| 130 | none: Ctrl-C, if the command has nothing in hand to finish |\n"
 
 
 def errors() -> Iterator[type[SafError]]:
@@ -188,7 +189,7 @@ def _usage(command: Command) -> str:
     for one in command.parameters:
         word = one.words if one.is_argument else f"{one.words} {one.takes}"
         if one.required:
-            said.append(word + ("…" if one.many else ""))
+            said.append(word + ("…" if one.many and not word.endswith("…") else ""))
         elif one.is_argument:
             said.append(f"[{word}{'…' if one.many else ''}]")
     return " ".join([*said, "[OPTIONS]"])
@@ -199,7 +200,7 @@ def _row(one: Parameter) -> str:
     name = "argument" if one.is_argument else f"`{one.words}`"
     said = [one_line(one.info.help or "")]
     low, high = one.info.min, one.info.max
-    if low is not None or high is not None:
+    if low is not None:
         said.append(f"From {low}." if high is None else f"{low} to {high}.")
     if one.required:
         said.append("Required.")
@@ -207,7 +208,7 @@ def _row(one: Parameter) -> str:
         shown = one.default.value if isinstance(one.default, Enum) else one.default
         said += [f"Default: {shown}."] if shown != "" else []
     if one.many:
-        said.append("May be said several times.")
+        said.append("May be repeated.")
     if one.info.envvar:
         said.append(f"Or the environment variable `{one.info.envvar}`.")
     return f"| {name} | {takes} | {' '.join(said)} |"

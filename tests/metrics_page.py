@@ -15,25 +15,25 @@ PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 HEAD = f"""# Metrics
 
-What saf shows to Prometheus. This page is for operators who build dashboards and alerts. After
-it, you know where each metric comes from, its unit and its labels. `python -m tests.metrics_page`
-writes it from the code. The extra `metrics` has what it needs: `pip install
+This page is for operators who build dashboards and alerts with Prometheus. It lists every metric of
+saf, with its source, unit and labels. Install the extra `metrics` first: `pip install
 'saf-outbox[metrics]'`.
 
 ## Where to scrape
 
-| what | asks | says |
+| command | reads | reports |
 | --- | --- | --- |
 | `saf metrics --listen :9464` | the databases of all brokers and destinations of saf.toml, at \
-each scrape | what is pending, parked, dead, and how old; who works on it; how full the rings \
+each scrape | pending, parked and dead messages, and their age; live members; how full the logs \
 are |
-| `saf forward --loop --metrics :9464` | nobody | what this forwarder has done since it started |
-| `saf worker MODULE:WORKER --metrics :9464` | nobody | what this worker has done; with \
-`--processes 4`, the others are at :9465, :9466 and :9467. `saf router serve` has the same |
-| `saf dispatch --loop --metrics :9464` | nobody | what this dispatcher has done |
+| `saf forward --loop --metrics :9464` | nothing | the work of this forwarder since it started |
+| `saf worker MODULE:WORKER --metrics :9464` | nothing | the work of this worker; with \
+`--processes 4`, the other processes use :9465, :9466 and :9467. `saf router serve` has the same \
+option |
+| `saf dispatch --loop --metrics :9464` | nothing | the work of this dispatcher |
 
-One `saf metrics` is enough for all. The role is an `operator` (`saf grant --role operator`); to
-see the age of other users' transactions, it needs `pg_read_all_stats` as well.
+One `saf metrics` covers all databases. Its role is an `operator` (`saf grant --role operator`); to
+see the age of other users' transactions, the role also needs `pg_read_all_stats`.
 
 Without a port to scrape, for instance under cron:
 
@@ -41,62 +41,63 @@ Without a port to scrape, for instance under cron:
 ```sh
 saf metrics                                        # once, to standard output
 saf metrics --textfile saf.prom                    # for the node exporter
-saf forward --metrics-textfile saf-forward.prom    # what this run has done
-saf purge --metrics-textfile saf-purge.prom        # what this purge has emptied
+saf forward --metrics-textfile saf-forward.prom    # the work of this run
+saf purge --metrics-textfile saf-purge.prom        # the messages and slots that this purge removed
 ```
 
-`--metrics-push http://gateway:9091` (`saf metrics --push`) pushes the same to a pushgateway, when
-the run ends. A file is complete whenever it is there: it is renamed into its place.
-`--metrics-textfile` of a program that stays is written every 15 s. Counters of a run begin at 0,
-as those of any process: for runs under cron, the databases' metrics say more.
+`--metrics-push http://gateway:9091` (`saf metrics --push`) pushes the same figures to a
+pushgateway, when the run ends. A file is written under another name and then renamed, so readers
+only see complete files. A program that keeps running writes its `--metrics-textfile` every 15 s.
+Counters begin at 0 with each process. So if runs are started by cron, use the databases' metrics.
 
 ## What it costs
 
-- **The databases** are asked about as much for 10 million pending messages as for 10,000. Up to
-  1,000 messages of each shard are counted, and what is beyond is estimated; the ages are never
-  estimated. Of what is parked or dead, {MOST:,} are counted. A statement may take 5 s. Two
-  scrapes within {FRESH_SECONDS:g} s get the same answers. On 2 cores, a scrape of an idle broker
-  took 2.4 ms of the server's processor time and 2.2 ms of the exporter's, and one with a million
-  messages pending 58 and 4.3 ms.
-- **While nothing is committed** in a broker's server, the broker is asked one question, whether
-  that is so, for up to {KEPT_SECONDS:g} s; ages and leases are worked out anew each time, and a
-  route that expires lets it be asked. That took the exporter 0.13 ms, and the server 0.35. So for
-  100 brokers in which nothing happens, scraped every 15 s, it takes 0.4 % of a core, and 1.5 % if
-  something is committed between any two scrapes.
-- **A broker that does not answer** has `saf_up` 0 and nothing else. A page waits
-  {PATIENCE_SECONDS:g} s for its brokers, and is complete but for those, also if a host with
-  dozens of brokers drops packets. A fleet whose server does not answer has the brokers that it was
-  last known to have.
-- **Labels** are names that you have given: brokers, destinations, subscriptions, endpoints. There
-  is never a key or an id. Of the services, the {SERVICES} of each broker with the most pending
-  messages are named, and the others are `{OTHER}`. A process has at most {MOST_SERIES:,} series
-  of a metric; what comes later is counted as `{OTHER}`.
-- **A process** counts per chunk, delivery, request or call of a handler: nothing is counted per
-  message on its way. Without `--metrics`, nothing is counted. With them, a drain of the forwarder
-  was not slower (`metrics_drain_ratio` in [benchmarks.md](benchmarks.md)).
+- **Databases.** A scrape costs about the same with 10 million pending messages as with 10,000: up
+  to 1,000 messages of each shard are counted, and larger numbers are estimated. Of parked messages
+  and dead letters, up to {MOST:,} are counted. Ages are never estimated. A statement may take 5 s.
+  Scrapes within {FRESH_SECONDS:g} s get the same answers. On 2 cores, a scrape of an idle broker
+  took 2.4 ms of the server's processor time and 2.2 ms of the exporter's; with a million pending
+  messages, 58 ms and 4.3 ms.
+- **Idle databases.** While nothing is committed at a broker's server, a scrape only checks this,
+  for up to {KEPT_SECONDS:g} s or until a route expires, and calculates ages and leases from the
+  previous answer. The check took 0.13 ms of the exporter and 0.35 ms of the server. So 100 idle
+  brokers, scraped every 15 s, take 0.4 % of a core; if something is committed between any two
+  scrapes, 1.5 %.
+- **A broker that does not answer** has `saf_up` 0 and no other metric. A scrape waits
+  {PATIENCE_SECONDS:g} s for the brokers, even if a host with dozens of brokers drops packets, and
+  then returns the metrics of all others. If the server of a fleet does not answer, the fleet keeps
+  the brokers of the last answer.
+- **Labels** contain the names of brokers, destinations, subscriptions, endpoints and services, but
+  never keys or ids. For each broker, the {SERVICES} services with the most pending messages are
+  named; the others are counted as `{OTHER}`. A process has at most {MOST_SERIES:,} series of a
+  metric, and counts the rest as `{OTHER}`.
+- **Processes** count by chunk, delivery, request or call of a handler, not by message. Without
+  `--metrics`, they count nothing. With `--metrics`, a forwarder that drained a backlog was not
+  slower (`metrics_drain_ratio` in [benchmarks.md](benchmarks.md)).
 
-[operations.md](operations.md#alerts) has what to do about each alert of
+[operations.md](operations.md#alerts) describes how to respond to each alert of
 [ops/prometheus/rules.yaml](../ops/prometheus/rules.yaml), and
-[ops/grafana/saf.json](../ops/grafana/saf.json) is a dashboard.
+[ops/grafana/saf.json](../ops/grafana/saf.json) is a dashboard. A maintainer writes this page from
+the code by `python -m tests.metrics_page`.
 """
 
 SECTIONS = {
     "database": (
-        "What the databases say",
-        "By `saf metrics`. Each has the label `broker`, the name that saf.toml gives it.",
+        "Metrics of databases",
+        "Reported by `saf metrics`. The label `broker` is the broker's name in saf.toml.",
     ),
     "forwarder": (
-        "What a forwarder has done",
-        "By `saf forward`. Tasks of Spark report by their receipts, wherever they run.",
+        "Metrics of forwarders",
+        "Reported by `saf forward`, including the work of its Spark tasks on all machines.",
     ),
     "worker": (
-        "What a worker has done",
-        "By `saf worker` and `saf router serve`, for workers and processors.",
+        "Metrics of workers",
+        "Reported by `saf worker` and `saf router serve`, for workers and processors.",
     ),
-    "dispatcher": ("What a dispatcher has done", "By `saf dispatch`."),
+    "dispatcher": ("Metrics of dispatchers", "Reported by `saf dispatch`."),
     "purge": (
-        "What a purge has done",
-        "By `saf purge`, and by a forwarder that is a purger too.",
+        "Metrics of purges",
+        "Reported by `saf purge`, and by a forwarder that also purges.",
     ),
 }
 

@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import saf
+import saf.config
+import saf.spark
 import saf.testing
+import saf.ui
+import saf.webhooks
 from saf.errors import SafError
 from tests.docstrings import attribute_docstrings, markdown, one_line
 
@@ -22,10 +26,11 @@ LONGEST = 90
 
 HEAD = """# Python
 
-Every public name of `saf`, and the fixtures of `saf.testing`, with signature and docstring. This
-page is for developers who look something up; [Receiving](../receiving.md),
-[Conversations](../conversations.md) and [Testing](../testing.md) explain how to use them. `python
--m tests.python_page` writes it.
+This page is for developers who look up a name. It lists every public name of `saf`, functions of
+its other modules, and the fixtures of `saf.testing`, with signature and docstring.
+[Sending](../sending.md), [Receiving](../receiving.md), [Conversations](../conversations.md) and
+[Testing](../testing.md) explain how to use them. `python -m tests.python_page` writes it from the
+code.
 """
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -52,6 +57,20 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 }
 
 
+MODULES: Mapping[str, Any] = {
+    "saf.config.load": saf.config.load,
+    "saf.config.load_signer": saf.config.load_signer,
+    "saf.config.load_keys": saf.config.load_keys,
+    "saf.webhooks.inbox": saf.webhooks.inbox,
+    "saf.webhooks.broker": saf.webhooks.broker,
+    "saf.webhooks.verify": saf.webhooks.verify,
+    "saf.spark.register": saf.spark.register,
+    "saf.spark.to_delta": saf.spark.to_delta,
+    "saf.ui.app": saf.ui.app,
+}
+"""Functions that pages use and that `import saf` does not load."""
+
+
 def groups() -> Iterator[tuple[str, list[str]]]:
     """The names of each part of the page: the errors are those that no other part has."""
     named = {name for names in GROUPS.values() for name in names}
@@ -71,12 +90,16 @@ def page() -> str:
         written.append(f"## {title}\n")
         if title == "Errors":
             written.append(
-                "Programs tell errors apart by class; the text of an error names the value at "
-                "fault and the way out. [Commands](cli.md#exit-codes) end with their exit codes.\n"
+                "Programs tell errors apart by their class. The text of an error names the value "
+                "at fault and the way out. [Commands](cli.md#exit-codes) end with the exit code.\n"
             )
             written += [_error(getattr(saf, name)) for name in names]
         else:
             written += [_described(f"saf.{name}", getattr(saf, name)) for name in names]
+    written.append(
+        "## Other modules\n\n`import saf` does not load these modules: import them by name.\n"
+    )
+    written += [_described(name, value) for name, value in MODULES.items()]
     written.append("## Fixtures of saf.testing\n")
     for name in saf.testing.__all__:
         value = getattr(saf.testing, name)
@@ -151,12 +174,12 @@ def _signature(name: str, value: Any) -> str:
     if isinstance(value, type):
         signature = signature.replace(return_annotation=inspect.Signature.empty)
     parameters = [one for one in signature.parameters.values() if one.name not in ("self", "cls")]
-    text = str(signature.replace(parameters=parameters)).replace("'", "")
+    text = _plain(str(signature.replace(parameters=parameters)))
     line = f"{name}{text}"
     if len(line) > LONGEST:
         line = f"{name}(\n" + "".join(f"    {one},\n" for one in _arguments(parameters)) + ")"
         if signature.return_annotation is not inspect.Signature.empty:
-            line += f" -> {signature.return_annotation}".replace("'", "")
+            line += _plain(f" -> {signature.return_annotation}")
     return f"```python\n{line}\n```\n"
 
 
@@ -167,7 +190,12 @@ def _arguments(parameters: list[inspect.Parameter]) -> Iterator[str]:
             yield "*"
             star = True
         star = star or one.kind is one.VAR_POSITIONAL
-        yield str(one).replace("'", "")
+        yield _plain(str(one))
+
+
+def _plain(signature: str) -> str:
+    """Annotations without quotes; texts that are defaults keep theirs."""
+    return re.sub(r"= '([^']*)'", r'= "\1"', signature).replace("'", "")
 
 
 def main() -> None:

@@ -34,8 +34,7 @@ MATRIX = {
     "watermark      ": "-      SIu    -      -      -      -      S      -      -",
     "taken_out      ": "-      S      -      -      -      -      SiD    -      -",
     "acknowledged   ": "-      SIu    -      -      -      -      SIuD   -      -",
-    "cursor_key     ": "-      -      -      -      -      -      -      -      -",
-    "watermark_key  ": "-      -      -      -      -      -      -      -      -",
+    "actual_key     ": "-      -      -      -      -      -      -      -      -",
     "timeline       ": "-      -      -      -      -      -      -      -      -",
     "parked         ": "-      SIuD   SIuD   -      -      s      SIuD   -      -",
     "backoff        ": "-      SIuD   SIuD   -      -      s      SIuD   -      -",
@@ -64,11 +63,9 @@ MATRIX = {
     "dead_letter_dead_letter_id_seq": "- - - - - - - - -",
     "audit_audit_id_seq": "- - - - - - - - -",
     "attempt_attempt_id_seq": "- - - - - - - - -",
-    "staging        ": "-      -      -      -      -      SD     SD     -      SID",
     "staged         ": "-      -      -      -      -      sD     sD     -      SID",
     "kept_result    ": "-      SID    -      -      -      sD     sD     -      -",
     "sink           ": "-      -      -      -      -      sD     sD     -      Siu",
-    "staging_attempt_seq": "- - - - - - - - -",
 }
 # Of an operator, who repairs what was set back, and decides about what is parked
 REPAIRING = {

@@ -21,14 +21,15 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference" / "schema.md"
 
 HEAD = """# The schema saf
 
-What a broker has in its schema `saf`: what any program may insert, the views and functions, and
-the tables that an operator may read. This page is for those who write SQL against it. `python -m
-tests.schema_page` writes it from the catalog of a migrated database and its COMMENTs.
+This page is for developers and operators who query a broker by SQL. It lists the contents of the
+schema `saf`: the columns that programs may insert, the views and functions, and the tables that an
+operator may read. `python -m tests.schema_page` writes it from a migrated database and its
+COMMENTs.
 
-Read as much as you like, on a role with `saf grant --role operator`. Write only into `saf.outbox`,
-and only the columns below: everything else is kept by saf's commands, which check what they do.
-Tables may change with a revision of the schema; the columns of a message, and the views, change
-only with a note in the changelog.
+A role with `saf grant --role operator` may read everything. Write only into `saf.outbox`, and only
+the columns below; leave all other writes to saf's commands, which check them. Tables may change
+with a revision of the schema; the columns of a message, and the views, change only with a note in
+the changelog.
 """
 
 COLUMNS = """
@@ -78,10 +79,13 @@ def page(connection: psycopg.Connection[Any]) -> str:
         written.append(_columns(connection, name, nulls=False))
     functions = fetch(connection, FUNCTIONS)
     if functions:
-        written.append("## Functions\n")
+        written.append(
+            "## Functions\n\nConstraints and policies of the logs call these functions. Programs "
+            "need not call them.\n"
+        )
     for name, arguments, result, comment in functions:
         call = f"saf.{name}({arguments}) → {result}"
-        written.append(f"`{call}`\n\n{_sentence(comment)}\n")
+        written.append(f"- `{call}`{': ' + comment if comment else ''}\n")
     written.append("## Tables\n")
     for name, comment in fetch(connection, TABLES):
         written.append(f"### saf.{name}\n\n{_sentence(comment)}\n")
@@ -104,7 +108,7 @@ def _sending(connection: psycopg.Connection[Any]) -> str:
         type_, needed, default, _ = columns[name]
         default = f"`{default}`" if default else "required" if needed else ""
         written.append(f"| `{name}` | {type_} | {default} | {texts[name]} |")
-    written.append("\nThe database refuses a row that one of these constraints does not let in:\n")
+    written.append("\nThe database rejects rows that violate one of these constraints:\n")
     for name, definition, comment in fetch(connection, CHECKS):
         written.append(f"- `{name}`{': ' + comment if comment else ''}\n")
         written.append(f"    ```sql\n    {definition}\n    ```\n")

@@ -31,8 +31,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
 
 HEAD = """# saf.toml
 
-Every table and key of saf.toml. This page is for those who write one and look something up;
-`python -m tests.settings_page` writes it from the models that read the file.
+This page is for operators who write a saf.toml. It lists every table and key. `python -m
+tests.settings_page` writes it from the models that read the file.
 
 - Unknown tables and keys are refused; the error names the nearest known one.
 - `${NAME}` is replaced by the environment variable `NAME`, so that secrets stay out of the file.
@@ -220,7 +220,7 @@ expires_at = 2031-01-01T00:00:00Z
 comment = "until the move"
 
 [topics.prices]
-comment = "for everybody"
+comment = "prices of all shops"
 
 [routers.departures]
 kind = "sql"
@@ -443,8 +443,8 @@ def page() -> str:
             rows.append(f"| `{key}` | {takes} | {_default(field)} | {one_line(meaning[key])} |")
         written.append("\n".join(rows) + "\n")
     written.append(
-        "## A file with everything\n\nNobody needs all of it: a source, a destination and "
-        f"`default_destination` are a whole file.\n\n```toml\n{EXAMPLE}```\n"
+        "## A file with everything\n\nNo installation needs all of it: a source, a destination "
+        f"and `default_destination` suffice.\n\n```toml\n{EXAMPLE}```\n"
     )
     return "\n".join(written)
 

@@ -31,11 +31,11 @@ PARAMETER = re.compile(r"%(?:\((\w+)\))?([s%])")
 
 HEAD = """# Statements
 
-Every SQL statement of the package, as a server gets it: what a module puts together from pieces
-of others is written out here. Below each is its plan, as PostgreSQL 18 makes it for a fresh broker
-when it may not read whole tables: it shows which indexes serve. Of partitions that are alike, one
-is shown. `{name}` is a place that a quoted name, or a list of values, is put into; such a statement
-has no plan here, nor has one whose parameters' types only a call tells.
+This page is for engineers. It lists every SQL statement of the package in the form that the server
+receives: parts that several modules contribute are joined. Below each statement is its plan in
+PostgreSQL 18, for a new broker and without sequential scans, which shows the indexes that it uses.
+Of equal partitions, only one is shown. `{name}` stands for a quoted name or a list of values; such
+a statement has no plan here, and neither has a statement whose parameter types only a call defines.
 
 This page is generated when the site is built.
 """

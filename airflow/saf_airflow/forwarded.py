@@ -101,7 +101,7 @@ class SafForwardedSensor(BaseSensorOperator):
 
     def _judged(self, state: str, reason: str) -> bool:
         if state == BROKEN:
-            raise AirflowFailException(f"a person has to mend something: {reason}")
+            raise AirflowFailException(f"an operator must fix a problem: {reason}")
         if state == DEAD and not self.allow_dead:
             raise AirflowFailException(
                 f"a dead letter will not be forwarded before a person has decided: {reason}"

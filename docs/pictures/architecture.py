@@ -19,7 +19,7 @@ AFTER_A_CRASH = (
     "A crash after any step loses nothing. After 5, before 7, the message is sent again, "
     "and the watermark drops it."
 )
-ASIDE = "What cannot go is parked in order, or a dead letter; what is for others goes on."
+ASIDE = "Undeliverable messages wait in order, or become dead letters; all others continue."
 
 LIGHT = {
     "page": "#ffffff",

@@ -27,36 +27,6 @@ COMMENT ON COLUMN saf.watermark.set_aside_at IS
     'in the row of the shard''s own lane: last time at which the source set aside messages of the '
     'shard; NULL: never';
 
--- Like saf.cursor_key
-CREATE TABLE saf.watermark_key (
-    source uuid,
-    shard smallint,
-    lane text,
-    PRIMARY KEY (source, shard, lane)
-);
-COMMENT ON TABLE saf.watermark_key IS
-    'actual key of saf.watermark, whose primary key also has the batch; prevents a second row';
-
-CREATE FUNCTION saf.watermark_is_one() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
-SET search_path = pg_catalog, pg_temp AS $$
-BEGIN
-    IF TG_OP = 'INSERT' THEN
-        INSERT INTO saf.watermark_key SELECT NEW.source, NEW.shard, NEW.lane;
-    ELSIF TG_OP = 'DELETE' THEN
-        DELETE FROM saf.watermark_key
-        WHERE (source, shard, lane) = (OLD.source, OLD.shard, OLD.lane);
-    ELSE
-        DELETE FROM saf.watermark_key;
-    END IF;
-    RETURN NULL;
-END $$;
--- Same reason as for saf.store_locally
-REVOKE ALL ON FUNCTION saf.watermark_is_one FROM PUBLIC;
-CREATE TRIGGER watermark_is_one AFTER INSERT OR DELETE ON saf.watermark
-    FOR EACH ROW EXECUTE FUNCTION saf.watermark_is_one();
-CREATE TRIGGER watermark_is_none AFTER TRUNCATE ON saf.watermark
-    FOR EACH STATEMENT EXECUTE FUNCTION saf.watermark_is_one();
-
 CREATE TABLE saf.acknowledged (
     destination uuid,
     lane text,

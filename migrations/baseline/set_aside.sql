@@ -19,10 +19,7 @@ CREATE TABLE saf.parked (
     broker uuid DEFAULT 'ffffffff-ffff-ffff-ffff-ffffffffffff' NOT NULL,
     source uuid,
     CONSTRAINT parked_lane_possible CHECK (
-        kind IN ('main', 'service', 'route', 'retry', 'replay', 'found_route', 'found_retry',
-                 'found_replay', 'doubt', 'key', 'later', 'ahead')
-        AND (subject = '' OR kind IN ('service', 'route', 'found_route', 'key', 'later', 'ahead'))
-        AND (broker = 'ffffffff-ffff-ffff-ffff-ffffffffffff' OR kind IN ('route', 'found_route')))
+{lane})
 );
 CREATE INDEX parked_lane ON saf.parked (subscription_id, destination, kind, subject, broker, id);
 CREATE INDEX parked_later ON saf.parked (subscription_id, destination, subject, deliver_at, id)
@@ -60,10 +57,7 @@ CREATE TABLE saf.backoff (
     needs_operator boolean DEFAULT false NOT NULL,
     PRIMARY KEY (subscription_id, destination, kind, subject, broker),
     CONSTRAINT backoff_lane_possible CHECK (
-        kind IN ('main', 'service', 'route', 'retry', 'replay', 'found_route', 'found_retry',
-                 'found_replay', 'doubt', 'key', 'later', 'ahead')
-        AND (subject = '' OR kind IN ('service', 'route', 'found_route', 'key', 'later', 'ahead'))
-        AND (broker = 'ffffffff-ffff-ffff-ffff-ffffffffffff' OR kind IN ('route', 'found_route'))),
+{lane}),
     -- a lane that waits for a handler has no next attempt, so it is never due
     CONSTRAINT backoff_awaits_possible CHECK (
         CASE WHEN awaits_handler

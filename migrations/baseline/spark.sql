@@ -1,13 +1,6 @@
 -- Messages that Spark jobs send, and results of transforms; see saf.sending.staging and
 -- saf.engine.kept_results.
 
-CREATE TABLE saf.staging (
-    attempt bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
-    created_at timestamptz DEFAULT now() NOT NULL
-);
-COMMENT ON TABLE saf.staging IS
-    'task attempts with messages that are staged but not sent yet';
-
 CREATE UNLOGGED TABLE saf.staged (
     attempt bigint,
     number bigint, -- order in which the task wrote its messages
@@ -26,6 +19,8 @@ CREATE UNLOGGED TABLE saf.staged (
 COMMENT ON TABLE saf.staged IS
     'messages that tasks have written, in order. A crash of the server empties the table, which '
     'the job detects';
+COMMENT ON COLUMN saf.staged.attempt IS
+    'attempt of a task: the second of its beginning, times 2^31, plus a random number';
 
 CREATE TABLE saf.sink (
     application text PRIMARY KEY,

@@ -34,7 +34,8 @@ CREATE TABLE saf.cursor (
     shard smallint,
     owner uuid REFERENCES saf.member ON DELETE SET NULL,
     epoch bigint DEFAULT '0' NOT NULL,
-    -- part of the key only so that the newest version is found first; see saf.log.shards
+    -- part of the key only so that the newest version is found first; see saf.log.shards and
+    -- keys.sql
     batch bigint DEFAULT '0',
     done pg_snapshot DEFAULT '1:1:' NOT NULL,
     open pg_snapshot,
@@ -69,37 +70,6 @@ COMMENT ON COLUMN saf.cursor.cuts IS
     'ids where the next batches of a deep backlog may end; see saf.receiving.reading';
 COMMENT ON COLUMN saf.cursor.set_aside_at IS
     'latest times at which messages of the shard were set aside';
-
--- A unique index on saf.cursor without the batch would need to check every version on each write.
--- So a separate table holds the actual key, and only the first version of a cursor writes to it.
-CREATE TABLE saf.cursor_key (
-    subscription_id integer,
-    shard smallint,
-    PRIMARY KEY (subscription_id, shard)
-);
-COMMENT ON TABLE saf.cursor_key IS
-    'actual key of saf.cursor, whose primary key also has the batch; prevents a second row';
-
--- Runs as the owner of the tables for every inserting role; nothing else writes the keys
-CREATE FUNCTION saf.cursor_is_one() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
-SET search_path = pg_catalog, pg_temp AS $$
-BEGIN
-    IF TG_OP = 'INSERT' THEN
-        INSERT INTO saf.cursor_key SELECT NEW.subscription_id, NEW.shard;
-    ELSIF TG_OP = 'DELETE' THEN
-        DELETE FROM saf.cursor_key
-        WHERE (subscription_id, shard) = (OLD.subscription_id, OLD.shard);
-    ELSE
-        DELETE FROM saf.cursor_key;
-    END IF;
-    RETURN NULL;
-END $$;
--- Same reason as for saf.store_locally
-REVOKE ALL ON FUNCTION saf.cursor_is_one FROM PUBLIC;
-CREATE TRIGGER cursor_is_one AFTER INSERT OR DELETE ON saf.cursor
-    FOR EACH ROW EXECUTE FUNCTION saf.cursor_is_one();
-CREATE TRIGGER cursor_is_none AFTER TRUNCATE ON saf.cursor
-    FOR EACH STATEMENT EXECUTE FUNCTION saf.cursor_is_one();
 
 INSERT INTO saf.subscription (name, log) VALUES ('forwarder', 'outbox');
 INSERT INTO saf.cursor (subscription_id, shard)

@@ -189,7 +189,6 @@ PURGING: Rights = {
     },
     "fragment": {"SELECT": ("conversation_id", "from_initiator", "sequence"), "DELETE": WHOLE},
     "conversation_group": {"SELECT": ("group_id",), "DELETE": WHOLE},
-    "staging": {"SELECT": WHOLE, "DELETE": WHOLE},
     "staged": {"SELECT": ("attempt",), "DELETE": WHOLE},
     "sink": {"SELECT": ("version", "sent_at"), "DELETE": WHOLE},
     # results of transforms are removed when their messages are no longer set aside
@@ -360,7 +359,6 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         VERSION,
         {
             "outbox": {"INSERT": tuple(SENT)},
-            "staging": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
             "staged": {"SELECT": WHOLE, "INSERT": WHOLE, "DELETE": WHOLE},
             "sink": {
                 "SELECT": WHOLE,

@@ -25,14 +25,16 @@ from saf.log.shards import DEFAULT_SHARDS, MAX_SHARDS
 
 OLDEST_SERVER = 150000
 
-BASELINE = "0037"
+BASELINE = "0038"
 """The revision that creates the whole schema."""
-BEFORE_BASELINE = "0036"
-"""The last of the steps that `BASELINE` replaces. Both have the same schema."""
+BEFORE_BASELINE = ("0036", "0037")
+"""The revisions that a database is taken over from. Both have the same schema."""
+FROM_BEFORE = ("from_0037", "keys")
+"""The files of ``migrations/baseline`` that give such a database the schema of `BASELINE`."""
 TAKE_FOR_BASELINE = f"UPDATE saf.alembic_version SET version_num = '{BASELINE}'"
 TOO_OLD = (
     "database {database!r} has saf schema {revision}, which no release had, and which cannot be "
-    f"upgraded: let a checkout that has revision {BEFORE_BASELINE} migrate it first. Or forward "
+    f"upgraded: let a checkout that has revision {BEFORE_BASELINE[0]} migrate it first. Or forward "
     "its messages with the version that made it, run DROP SCHEMA saf CASCADE, and migrate again"
 )
 
@@ -96,10 +98,15 @@ def checked_shards(asked: object) -> int:
     return number
 
 
+def baseline(name: str) -> str:
+    """Return a file of ``migrations/baseline``, by its name without suffix."""
+    return (_scripts() / "baseline" / f"{name}.sql").read_text(encoding="utf-8")
+
+
 def settle(connection: sa.Connection, asked: int | None) -> int:
     """Check that a database can be migrated; return its own number of shards, or else ``asked``.
 
-    A database at `BEFORE_BASELINE` is taken for one at `BASELINE`.
+    A database at one of `BEFORE_BASELINE` is brought to `BASELINE`.
 
     Raises:
         ConfigurationError: the server is unsuitable, ``asked`` differs from the existing number, or
@@ -120,7 +127,9 @@ def settle(connection: sa.Connection, asked: int | None) -> int:
         revision = connection.exec_driver_sql(SCHEMA_REVISION).scalar()
         if revision is None:
             raise RowsGone(database, ["saf.alembic_version is empty"])
-        if revision == BEFORE_BASELINE:
+        if revision in BEFORE_BASELINE:
+            for name in FROM_BEFORE:
+                connection.execute(sa.text(baseline(name)))
             connection.exec_driver_sql(TAKE_FOR_BASELINE)
         elif revision < BASELINE:
             raise ConfigurationError(TOO_OLD.format(database=database, revision=revision))
@@ -134,7 +143,7 @@ def settle(connection: sa.Connection, asked: int | None) -> int:
     if found and asked and found != asked:
         raise ConfigurationError(
             f"database {database!r} has {found} shards, fixed by its first migration: "
-            f"leave shards={asked} away, or migrate a new database"
+            f"omit shards={asked}, or migrate a new database"
         )
     return int(found or asked or DEFAULT_SHARDS)
 

@@ -190,13 +190,13 @@ def remove_senders(
         if not removed:
             raise ConfigurationError(
                 f"database {connection.info.dbname!r} has no such rule for role {role!r}: "
-                "`saf sender list` shows those that there are"
+                "`saf sender list` shows the rules"
             )
         if not _any(connection):
             if not allow_others:
                 raise UsageError(
                     f"this is the last rule of database {connection.info.dbname!r}: without it, "
-                    "any writer may send as anybody. Use --allow-others"
+                    "any writer may send as any service. Use --allow-others"
                 )
             connection.execute(LOCK_TIMEOUT)
             connection.execute(DISABLE)

@@ -212,8 +212,8 @@ def subscription(connection: psycopg.Connection[Any], name: str) -> Subscription
     if found is None:
         if fetch(connection, IS_STREAM, {"name": name}):
             raise ConfigurationError(
-                f"subscription {name!r} is a stream's, and no receiver reads it: `saf subscription "
-                "drop` forgets a stream"
+                f"subscription {name!r} belongs to a stream, so no receiver may read it: "
+                "`saf subscription drop` forgets a stream"
             )
         known = [item.name for item in subscriptions(connection)]
         raise ConfigurationError(_unknown("subscription", name, known))
@@ -276,7 +276,7 @@ def remove_subscription(
         if left and not discard:
             raise UsageError(
                 f"subscription {name!r} has {' and '.join(left)}: handle them first, or "
-                "give them up with --discard"
+                "discard them with --discard"
             )
         if left:
             given_up = [message_id for (message_id,) in fetch(connection, GIVEN_UP, params)]

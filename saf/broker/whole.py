@@ -35,7 +35,7 @@ ROWS = """
 SELECT 'saf.broker has no row' AS what, '' AS reader WHERE NOT EXISTS (SELECT FROM saf.broker)
 UNION ALL
 SELECT format('saf.%s is empty', c.relname), '' FROM pg_class c
-WHERE c.oid IN ('saf.timeline'::regclass, 'saf.cursor_key'::regclass)
+WHERE c.oid IN ('saf.timeline'::regclass, 'saf.actual_key'::regclass)
   AND pg_relation_size(c.oid) = 0
 UNION ALL
 SELECT 'saf.subscription lacks ''forwarder'' of the outbox', 'outbox/forwarder' WHERE NOT EXISTS (

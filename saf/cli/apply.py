@@ -45,12 +45,13 @@ def command(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the difference.")] = False,
     prune: Annotated[
-        bool, typer.Option("--prune", help="Remove what the plan's tables do not name.")
+        bool, typer.Option("--prune", help="Remove entries that the plan's tables do not name.")
     ] = False,
     discard: Annotated[
         bool,
         typer.Option(
-            "--discard", help="With --prune: also if messages are left; they are given up."
+            "--discard",
+            help="With --prune: remove services that have messages left, and discard these.",
         ),
     ] = False,
     config: Config = None,
@@ -133,13 +134,15 @@ def show(differences: Mapping[str, Difference]) -> None:
                 f"its inbox has some for {others}"
             )
         if item.any_again:
-            echo(f"{name}: it has no service left then, and stores messages for any again")
+            echo(f"{name}: it will have no service left, and store messages for any service again")
         if item.only_senders:
             echo(
                 f"{name}: these are its first rules for senders, and nobody sends without one then"
             )
         if item.any_sender:
-            echo(f"{name}: it has no rule for senders left then, and any writer sends as anybody")
+            echo(
+                f"{name}: it will have no rule for senders left: any writer may send as any service"
+            )
         if item.kept:
             kept = ", ".join(table.described(key) for table, key in item.kept)
             echo(f"{name}: not in the plan, and kept: {kept}")

@@ -135,18 +135,20 @@ Config = Annotated[
 ]
 Name = Annotated[
     str | None,
-    typer.Option("--broker", metavar="NAME", help="Only this one, or fleet. Default: all brokers."),
+    typer.Option(
+        "--broker", metavar="NAME", help="Only this broker or fleet. Default: all brokers."
+    ),
 ]
 Where = Annotated[
     str | None,
     typer.Option(
-        "--broker", metavar="NAME", help="Only this one. Default: all brokers and destinations."
+        "--broker", metavar="NAME", help="Only this broker. Default: all brokers and destinations."
     ),
 ]
 Store = Annotated[
     str | None,
     typer.Option(
-        "--broker", metavar="NAME", help="Where, by its name in saf.toml. Default: the destination."
+        "--broker", metavar="NAME", help="Name of the broker in saf.toml. Default: the destination."
     ),
 ]
 
@@ -168,23 +170,27 @@ Since = Annotated[
     typer.Option(
         parser=moment,
         metavar="TIME",
-        help="Messages created from then on. Default: all, or those that no purge has taken.",
+        help="Messages created from this time on. Default: all that were not purged.",
     ),
 ]
 Until = Annotated[
     datetime | None,
-    typer.Option(parser=moment, metavar="TIME", help="Messages created before. Default: all."),
+    typer.Option(
+        parser=moment, metavar="TIME", help="Messages created before this time. Default: all."
+    ),
 ]
-Limit = Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="How many to show at most.")]
+Limit = Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="Show at most this many.")]
 Before = Annotated[
     datetime | None,
-    typer.Option(parser=moment, metavar="TIME", help="Only those set aside before."),
+    typer.Option(parser=moment, metavar="TIME", help="Only messages set aside before this time."),
 ]
 After = Annotated[
     str | None,
-    typer.Option(metavar="END", help="Go on where the page before has ended, in one broker."),
+    typer.Option(
+        metavar="END", help="Continue after END, which the previous page has shown, at one broker."
+    ),
 ]
-Why = Annotated[str, typer.Option(help="For the audit; who and when are noted anyway.")]
+Why = Annotated[str, typer.Option(help="Reason, for the audit, which also records who and when.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List matches without changing them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
@@ -234,7 +240,7 @@ class Round:
             UsageError: several brokers are chosen.
         """
         if after is not None and len(self.brokers) != 1:
-            raise UsageError("--after continues in one broker: add --broker NAME")
+            raise UsageError("--after continues the list of one broker: add --broker NAME")
 
     def only(self, numbers: object) -> None:
         """Check that rows given by number are searched in one broker only.
@@ -245,7 +251,7 @@ class Round:
             UsageError: several brokers are chosen.
         """
         if numbers and len(self.brokers) > 1:
-            raise UsageError("numbers are a broker's own: which one? Use --broker NAME")
+            raise UsageError("numbers are different at each broker: add --broker NAME")
 
     def visit(self, role: str, action: Callable[[psycopg.Connection[Any]], T]) -> dict[str, T]:
         """Connect to the brokers, several in parallel; return the results of ``action`` by broker.

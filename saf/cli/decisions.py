@@ -35,11 +35,13 @@ from saf.setaside.staying import Counted
 MOST = 1_000_000_000
 """Exceeds any number of messages: a command may take the time to count all."""
 
-All = Annotated[bool, typer.Option("--all", help="Really all, where no filter is given.")]
+All = Annotated[
+    bool, typer.Option("--all", help="Confirm that all are meant, if no filter is given.")
+]
 To = Annotated[str, typer.Option(help="The destination, by its name in saf.toml.")]
 
-Key = Annotated[str | None, typer.Option(help="Only those with this key.")]
-Service = Annotated[str | None, typer.Option(help="Only those for this service.")]
+Key = Annotated[str | None, typer.Option(help="Only messages with this key.")]
+Service = Annotated[str | None, typer.Option(help="Only messages for this service.")]
 
 Target = tuple[Round, Decision]
 """The brokers to decide at, and what to decide there."""

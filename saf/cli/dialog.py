@@ -34,12 +34,12 @@ from saf.operating.wording import at
 
 app = Commands(help="Conversations: dialogs and monologs.")
 
-Handle = Annotated[UUID, typer.Argument(help="Of the end, as `saf dialog list` shows it.")]
+Handle = Annotated[UUID, typer.Argument(help="Handle of the end, as `saf dialog list` shows it.")]
 StateOption = Annotated[
     list[str] | None,
-    typer.Option("--state", help=f"Only those in it; may be repeated: {', '.join(State)}."),
+    typer.Option("--state", help=f"Only ends in this state: {', '.join(State)}."),
 ]
-Service = Annotated[str | None, typer.Option(help="Only those of this service.")]
+Service = Annotated[str | None, typer.Option(help="Only ends of this service.")]
 Code = Annotated[
     int | None, typer.Option(help="End with an error of this code, from 1 to 2147483647.")
 ]
@@ -100,7 +100,9 @@ def show(handle: Handle, *, round_: Everywhere, as_json: AsJson = False) -> None
 
 @app.command("exchange")
 def exchange_(
-    conversation_id: Annotated[UUID, typer.Argument(help="As `saf dialog show` has it.")],
+    conversation_id: Annotated[
+        UUID, typer.Argument(help="Conversation id, as `saf dialog show` shows it.")
+    ],
     *,
     round_: Everywhere,
     limit: Limit = 200,
@@ -197,7 +199,10 @@ def _error(side: Conversation) -> str:
 agreements = Commands(help="Contracts of dialogs, and their message types.")
 
 File = Annotated[
-    Path, typer.Argument(help="TOML with [[message_types]] and [[contracts]]; see the docs.")
+    Path,
+    typer.Argument(
+        help="TOML with [[message_types]] and [[contracts]]; see docs/conversations.md."
+    ),
 ]
 
 TYPES = Table[dict[str, object]](

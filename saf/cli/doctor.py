@@ -67,12 +67,12 @@ def doctor(
 destinations = Commands(help="Destinations: where messages are delivered.")
 lakes = Commands(help="Destinations of kind delta: their tables.")
 
-Name = Annotated[str, typer.Argument(help="Of the destination, in saf.toml.")]
+Name = Annotated[str, typer.Argument(help="Name of the destination in saf.toml.")]
 
 
 @destinations.command()
 def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
-    """Connect to a destination, and show what it guarantees.
+    """Connect to a destination, and show its guarantees.
 
     It reads the server's version and settings, and names settings that would give more safety. In
     an object store, it writes a probe and deletes it, because nothing else shows what the store
@@ -117,10 +117,11 @@ def _said(given: Any, problems: list[tuple[str, str]]) -> dict[str, Any]:
 def optimize(
     name: Name,
     keep_hours: Annotated[
-        int, typer.Option(min=1, help="How long files stay that readers of older versions need.")
+        int,
+        typer.Option(min=1, help="Hours for which files of older versions of the table are kept."),
     ] = 168,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be removed; change nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be removed; change nothing.")
     ] = False,
     config: Config = None,
     as_json: AsJson = False,

@@ -46,9 +46,9 @@ from saf.receiving.summary import FOR_A_PERSON, FOR_LATER, Summary
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(metavar="ENDPOINT", help="Only these. Default: all."),
+    typer.Argument(metavar="ENDPOINT", help="Only these endpoints. Default: all."),
 ]
-Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name.")]
+Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint.")]
 
 app = Commands(help="Endpoints: where `saf dispatch` sends messages.")
 
@@ -75,30 +75,39 @@ Inbox: TypeAlias = tuple[psycopg.Connection[Any], int]
 
 @app.command()
 def add(
-    name: Annotated[str, typer.Argument(metavar="ENDPOINT", help="Its name.")],
+    name: Annotated[str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint.")],
     *,
-    url: Annotated[str, typer.Option(help="Where messages are sent, by POST.")],
+    url: Annotated[str, typer.Option(help="URL that messages are sent to, by POST.")],
     subscription: Annotated[
-        str | None, typer.Option(help="Whose messages. Default: that of the endpoint's name.")
+        str | None,
+        typer.Option(help="Subscription whose messages are sent. Default: the endpoint's name."),
     ] = None,
     secret_from: Annotated[
         list[str] | None,
         typer.Option(
             metavar="VARIABLE",
-            help="The dispatcher's environment variable that holds a secret to sign with.",
+            help="Environment variable of the dispatcher with a secret to sign requests with.",
         ),
     ] = None,
     bearer_from: Annotated[
-        str | None, typer.Option(metavar="VARIABLE", help="Environment variable with a token.")
+        str | None,
+        typer.Option(
+            metavar="VARIABLE", help="Environment variable of the dispatcher with a bearer token."
+        ),
     ] = None,
     mode: Annotated[
-        str | None, typer.Option(help="binary (the default), structured, batch, plain, xmlrpc.")
+        str | None,
+        typer.Option(
+            help="Form of requests: binary (the default), structured, batch, plain, xmlrpc."
+        ),
     ] = None,
     method: Annotated[str | None, typer.Option(help="With xmlrpc: method to call.")] = None,
     max_in_flight: Annotated[
-        int | None, typer.Option(help="How many requests of one process. Default: 100.")
+        int | None, typer.Option(help="Requests in flight of one process. Default: 100.")
     ] = None,
-    rate: Annotated[str | None, typer.Option(help="Such as 100/s. Default: any.")] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Rate limit, e.g. 100/s. Default: unlimited.")
+    ] = None,
     reply: Annotated[
         bool, typer.Option("--reply", help="Send answers back to the sender's service.")
     ] = False,
@@ -207,7 +216,9 @@ def send_test(name: Name, config: Config = None) -> None:
     """
     (entry,) = chosen(load(config), [name]).values()
     if entry.mode in ("soap", "xmlrpc"):
-        raise UsageError(f"endpoint {name!r} is called by {entry.mode}: a test would really do it")
+        raise UsageError(
+            f"endpoint {name!r} is called by {entry.mode}: a test would make a real call"
+        )
     answer = asyncio.run(_test(entry))
     if answer.meaning is not Meaning.DONE:
         raise SafError(f"endpoint {name!r}: {answer.error}, after {answer.seconds:.3f} s")
@@ -263,14 +274,16 @@ def resume(name: Name, config: Config = None) -> None:
 def command(
     names: Names = None,
     *,
-    loop: Annotated[bool, typer.Option("--loop", help="Stay, until SIGTERM or Ctrl-C.")] = False,
+    loop: Annotated[
+        bool, typer.Option("--loop", help="Keep running until SIGTERM or Ctrl-C.")
+    ] = False,
     stop_timeout: Annotated[
         float,
         typer.Option(
             min=0,
             envvar="SAF_STOP_TIMEOUT",
             metavar="SECONDS",
-            help="How long requests in flight may take after SIGTERM.",
+            help="Seconds that requests in flight may take after SIGTERM.",
         ),
     ] = STOP_SECONDS,
     metrics: Listen = None,

@@ -53,7 +53,9 @@ STOP_SECONDS = 30.0
 def command(
     *,
     config: Config = None,
-    loop: Annotated[bool, typer.Option("--loop", help="Go on until stopped.")] = False,
+    loop: Annotated[
+        bool, typer.Option("--loop", help="Keep running until SIGTERM or Ctrl-C.")
+    ] = False,
     interval: Annotated[
         float | None,
         typer.Option(min=0.01, help="With --loop: the longest pause, in seconds."),
@@ -63,7 +65,9 @@ def command(
     ] = None,
     spark: Annotated[
         Literal["auto", "always"] | None,
-        typer.Option(help="auto starts Spark only for much work or classifiers. Default: auto."),
+        typer.Option(
+            help="auto: start Spark only for large amounts of work, or classifiers. Default: auto."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON, per cycle with --loop.")
@@ -75,7 +79,9 @@ def command(
     progress_every: Annotated[
         float | None,
         typer.Option(
-            min=0.1, metavar="SECONDS", help="Log how far it is, so often, instead of a bar."
+            min=0.1,
+            metavar="SECONDS",
+            help="Log the progress at this interval, instead of showing a bar.",
         ),
     ] = None,
     metrics: Listen = None,
@@ -83,7 +89,7 @@ def command(
     metrics_push: Push = None,
     remote: Annotated[
         str | None,
-        typer.Option(help="A server of Spark Connect, sc://host:15002. Default: $SPARK_REMOTE."),
+        typer.Option(help="Server of Spark Connect, sc://host:15002. Default: $SPARK_REMOTE."),
     ] = None,
 ) -> None:
     """Forward the pending messages of all outboxes.
@@ -98,7 +104,7 @@ def command(
         return
     if metrics is not None and not loop:
         raise UsageError(
-            "--metrics serves the metrics of a program that stays: add --loop, or use "
+            "--metrics needs a program that keeps running: add --loop, or use "
             "--metrics-textfile or --metrics-push for a run that ends"
         )
     if remote:

@@ -47,13 +47,16 @@ def command(
     ],
     *,
     sender: Annotated[
-        str | None, typer.Option(help="A role that sends: a writer at the source.")
+        str | None,
+        typer.Option(help="A role that sends: gets the rights of a writer at the source."),
     ] = None,
     forwarder: Annotated[
-        str | None, typer.Option(help="A role that forwards: a forwarder at both.")
+        str | None,
+        typer.Option(help="A role that forwards: gets the rights of a forwarder at both."),
     ] = None,
     receiver: Annotated[
-        str | None, typer.Option(help="A role that receives: a receiver at the store.")
+        str | None,
+        typer.Option(help="A role that receives: gets the rights of a receiver at the store."),
     ] = None,
     config: Annotated[Path, typer.Option(help="The file to write.")] = DEFAULT_FILE,
 ) -> None:

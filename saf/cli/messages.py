@@ -47,11 +47,11 @@ outboxes = Commands(help="The messages that were sent, and how far they are.")
 
 State = Annotated[str | None, typer.Option(help=f"One of {', '.join(STATES)}. Default: all.")]
 Timeout = Annotated[
-    float, typer.Option(min=0.1, metavar="SECONDS", help="How long a statement may take.")
+    float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit for a statement.")
 ]
 Key = Annotated[
     str | None,
-    typer.Option(help="Only messages with this key. The key gives the shard: a quick search."),
+    typer.Option(help="Only messages with this key; such a search is quick."),
 ]
 
 SENT = Table[Sent](
@@ -69,11 +69,13 @@ def list_(
     *,
     round_: Brokers,
     state: State = None,
-    service: Annotated[str | None, typer.Option(help="Only those for this service.")] = None,
+    service: Annotated[str | None, typer.Option(help="Only messages for this service.")] = None,
     key: Key = None,
     since: Since = None,
     until: Until = None,
-    limit: Annotated[int, typer.Option(min=1, max=10_000, help="Per broker, at most.")] = 100,
+    limit: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Messages per broker, at most.")
+    ] = 100,
     after: After = None,
     timeout: Timeout = SECONDS,
     as_json: AsJson = False,
@@ -103,15 +105,15 @@ def list_(
 @outboxes.command()
 def show(
     which: Annotated[
-        str, typer.Argument(metavar="ID", help="As `saf outbox list` shows it, or a message id.")
+        str, typer.Argument(metavar="ID", help="Id, as `saf outbox list` shows it, or message id.")
     ],
     *,
     round_: Brokers,
     key: Annotated[
-        str | None, typer.Option(help="Of the message: a message id is found sooner with it.")
+        str | None, typer.Option(help="Key of the message, to find a message id sooner.")
     ] = None,
     body: Annotated[
-        bool, typer.Option("--body", help="Write its body to standard output, and nothing else.")
+        bool, typer.Option("--body", help="Write only its body to standard output.")
     ] = False,
     timeout: Timeout = SECONDS,
     as_json: AsJson = False,
@@ -146,10 +148,11 @@ def show(
 def forwarded_(
     *,
     until: Annotated[
-        datetime, typer.Option(parser=moment, metavar="TIME", help="Messages created before.")
+        datetime,
+        typer.Option(parser=moment, metavar="TIME", help="Messages created before this time."),
     ],
     round_: Brokers,
-    service: Annotated[str | None, typer.Option(help="Only those for this service.")] = None,
+    service: Annotated[str | None, typer.Option(help="Only messages for this service.")] = None,
     since: Since = None,
     timeout: Timeout = SECONDS,
     as_json: AsJson = False,
@@ -288,7 +291,7 @@ def status(*, round_: AtStores, as_json: AsJson = False) -> None:
 
 @inboxes.command()
 def peek(
-    subscription: Annotated[str, typer.Argument(help="Whose messages.")],
+    subscription: Annotated[str, typer.Argument(help="Subscription whose messages are shown.")],
     *,
     round_: AtStore,
     limit: Limit = 20,
@@ -301,23 +304,26 @@ def peek(
 
 
 def message(
-    message_id: Annotated[UUID, typer.Argument(help="As `saf outbox list` or a handler has it.")],
+    message_id: Annotated[
+        UUID,
+        typer.Argument(help="Message id, as `saf outbox list` shows it, or `message.message_id`."),
+    ],
     *,
     key: Annotated[
         str | None,
-        typer.Option(help="Of the message: only its shard is looked through. Default: any."),
+        typer.Option(help="Key of the message, so that only its shard is searched. Default: any."),
     ] = None,
     sent: Annotated[
         datetime | None,
         typer.Option(
             parser=moment,
             metavar="TIME",
-            help="About when it was sent: it is looked for there first.",
+            help="Approximate time at which it was sent: the search begins there.",
         ),
     ] = None,
     round_: Everywhere,
     timeout: Annotated[
-        float, typer.Option(min=0.01, help="Of looking for it at a broker, in seconds.")
+        float, typer.Option(min=0.01, help="Seconds to search at each broker.")
     ] = journey.SECONDS,
     as_json: AsJson = False,
 ) -> None:

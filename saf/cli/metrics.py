@@ -46,12 +46,13 @@ def command(
     listen: Annotated[
         str | None,
         typer.Option(
-            metavar="[HOST]:PORT", help="Stay, and serve them at /metrics there, such as :9464."
+            metavar="[HOST]:PORT",
+            help="Keep running, and serve metrics there, at /metrics, such as :9464.",
         ),
     ] = None,
     textfile: Textfile = None,
     push: Annotated[
-        str | None, typer.Option(metavar="URL", help="Push them to this pushgateway.")
+        str | None, typer.Option(metavar="URL", help="Push metrics to this pushgateway.")
     ] = None,
     config: Config = None,
     broker: Where = None,
@@ -168,5 +169,5 @@ def nth(listen: str | None, number: int) -> str | None:
         return None
     _, port = prometheus.address(listen)
     if port == 0 or port + number > 65535:  # noqa: PLR2004 - the last port
-        raise UsageError(f"--metrics {listen}: process {number} has no port after it")
+        raise UsageError(f"--metrics {listen}: no port is left for process {number}")
     return f"{listen.rpartition(':')[0]}:{port + number}"

@@ -51,14 +51,14 @@ def command(
         typer.Option(
             parser=_seconds,
             metavar="DURATION",
-            help="Keep younger messages: 7d, 12h, 30m, 0. Default: purge.retention_seconds.",
+            help="Keep messages younger than 7d, 12h, 30m, 0. Default: purge.retention_seconds.",
         ),
     ] = None,
     archive: Annotated[
         str | None,
         typer.Option(
             metavar="PLACE",
-            help="Where the messages are kept: a folder, as Parquet, or a table: "
+            help="Archive for the purged messages: a folder of Parquet files, or a table: "
             "delta:/srv/lake/archive. Default: purge.archive, or nowhere.",
         ),
     ] = None,

@@ -51,10 +51,10 @@ def reconcile_(
     since: Since = None,
     until: Until = None,
     limit: Annotated[
-        int, typer.Option(min=0, help="Messages to name at most; all are counted.")
+        int, typer.Option(min=0, help="Name at most this many messages; all are counted.")
     ] = 100,
     shards: Annotated[
-        bool, typer.Option("--shards", help="With --json: all shards, and not only different ones.")
+        bool, typer.Option("--shards", help="With --json: all shards, not only those that differ.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -281,16 +281,16 @@ def rebase_(
     config: Config = None,
     broker: Where = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also where nothing looks restored.")
+        bool, typer.Option("--force", help="Also repair databases that do not look restored.")
     ] = False,
     moved_by: Annotated[
         MovedBy | None,
-        typer.Option(help="How the database of --broker was moved, where its rows do not say."),
+        typer.Option(help="How the database of --broker was moved, if its rows do not show it."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be done.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Repair what was restored from a backup, moved, or set back.
+    """Repair databases that were restored, moved, or set back.
 
     It repairs brokers and destinations. Log in as the owner of their schemas. A source compares
     itself with all destinations, so all must be reachable. If the source itself was set back, stop

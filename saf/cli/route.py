@@ -31,13 +31,15 @@ ANY = "(any)"
 NEXT_BATCH = "from the next batch on"
 BROKER_ID = "SELECT broker_id::text FROM saf.broker"
 
-Destination = Annotated[str, typer.Argument(metavar="DESTINATION", help="By its name in saf.toml.")]
+Destination = Annotated[
+    str, typer.Argument(metavar="DESTINATION", help="Name of the destination in saf.toml.")
+]
 Service = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Of the messages. Default: any service.")
+    str | None, typer.Option(metavar="NAME", help="Service that messages are for. Default: any.")
 ]
 ToBroker = Annotated[
     UUID | None,
-    typer.Option(metavar="UUID", help="Of messages for this broker_id. Default: any broker."),
+    typer.Option(metavar="UUID", help="broker_id that messages are for. Default: any."),
 ]
 
 
@@ -50,7 +52,7 @@ Key = Annotated[
     Options({"destination": Destination, "service": Service, "to_broker": ToBroker}, make=_key),
 ]
 """What identifies a route, as arguments of the functions of `saf.routing.routes`."""
-Topic = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
+Topic = Annotated[str, typer.Argument(metavar="NAME", help="Name of the service.")]
 
 TOPICS = Table[tuple[str, list[str]]](
     "topic",
@@ -65,17 +67,22 @@ def add(
     *,
     key: Key,
     quality: Annotated[
-        Quality | None, typer.Option(help="Of service. Default: the destination's.")
+        Quality | None, typer.Option(help="Quality of service. Default: the destination's.")
     ] = None,
     expires: Annotated[
         datetime | None,
-        typer.Option(parser=moment, metavar="TIME", help="Not used from then on. Default: never."),
+        typer.Option(
+            parser=moment,
+            metavar="TIME",
+            help="Time from which the route is ignored. Default: never.",
+        ),
     ] = None,
-    comment: Annotated[str | None, typer.Option(help="For people.")] = None,
+    comment: Annotated[str | None, typer.Option(help="Comment for operators.")] = None,
     local: Annotated[
         bool,
         typer.Option(
-            "--local", help="DESTINATION is this broker: senders store messages there themselves."
+            "--local",
+            help="DESTINATION is this broker: the sender's transaction stores the messages.",
         ),
     ] = False,
     round_: Brokers,
@@ -83,7 +90,7 @@ def add(
     """Route messages to a destination, from the next batch on.
 
     Of the routes that match a message, the most specific win: service and broker, then service,
-    then broker, then neither. If several win, they share the load; for a topic, all of them count.
+    then broker, then neither. If several win, they share the load; for a topic, all apply.
     An existing route gets the new values, and is enabled.
     """
     destination = key["destination"]
@@ -149,10 +156,12 @@ def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
 
 @app.command("explain")
 def explain_(
-    service: Annotated[str, typer.Argument(metavar="SERVICE", help="That a message is for.")],
+    service: Annotated[
+        str, typer.Argument(metavar="SERVICE", help="Service that the message is for.")
+    ],
     *,
     to_broker: ToBroker = None,
-    key: Annotated[str | None, typer.Option(help="Of the message. Default: it has none.")] = None,
+    key: Annotated[str | None, typer.Option(help="Key of the message. Default: none.")] = None,
     round_: Brokers,
     as_json: AsJson = False,
 ) -> None:

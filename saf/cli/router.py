@@ -35,7 +35,12 @@ if TYPE_CHECKING:
 
 app = Commands(help="Routers: services that a classifier resolves.")
 
-Service = Annotated[str, typer.Argument(metavar="SERVICE", help="That messages are addressed to.")]
+Service = Annotated[
+    str,
+    typer.Argument(
+        metavar="SERVICE", help="The router: the service that messages are addressed to."
+    ),
+]
 Function = "MODULE:FUNCTION"
 
 
@@ -44,33 +49,42 @@ def add(
     service: Service,
     *,
     sql: Annotated[
-        str | None, typer.Option(metavar="EXPRESSION", help="A Spark SQL expression.")
+        str | None, typer.Option(metavar="EXPRESSION", help="Classifier: a Spark SQL expression.")
     ] = None,
     arrow: Annotated[
-        str | None, typer.Option(metavar=Function, help="Of a pyarrow.RecordBatch of messages.")
+        str | None,
+        typer.Option(
+            metavar=Function, help="Classifier: a function of a pyarrow.RecordBatch of messages."
+        ),
     ] = None,
     python: Annotated[
-        str | None, typer.Option(metavar=Function, help="Of one message, a saf.Received.")
+        str | None,
+        typer.Option(
+            metavar=Function, help="Classifier: a function of one message, a saf.Received."
+        ),
     ] = None,
     once_per: Annotated[
         Literal["message", "key"],
-        typer.Option(help="Unit to classify once. A conversation always is one."),
+        typer.Option(help="Unit that is classified once; a conversation always is."),
     ] = "message",
     mode: Annotated[
         Literal["redirect", "forward"],
-        typer.Option(help="At the source; or by a routing service, see `saf router serve`."),
+        typer.Option(
+            help="redirect: at the source; forward: by a routing service, `saf router serve`."
+        ),
     ] = "redirect",
     elsewhere: Annotated[
-        bool, typer.Option("--elsewhere", help="Do not look for the function on this machine.")
+        bool,
+        typer.Option("--elsewhere", help="Do not check that the function exists on this machine."),
     ] = False,
-    comment: Annotated[str | None, typer.Option(help="For people.")] = None,
+    comment: Annotated[str | None, typer.Option(help="Comment for operators.")] = None,
     round_: Brokers,
 ) -> None:
     """Let a classifier choose the service of each message.
 
-    It does so from the next batch on. Routes then choose the destination of that service. An
-    existing router gets the new values, and is enabled. A router that forwards belongs to the
-    broker where its service lives.
+    The classifier is used from the next batch on. Routes then choose the destination of the named
+    service. An existing router gets the new values, and is enabled. A router that forwards belongs
+    to the broker where its service lives.
     """
     expressions = {
         kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None
@@ -138,17 +152,22 @@ def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
 def serve(
     service: Service,
     *,
-    threads: Annotated[int, typer.Option(min=1, help="Deliveries at a time, each process.")] = 1,
-    processes: Annotated[int, typer.Option(min=1, help="How many; one that dies is replaced.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Deliveries at a time, in each process.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes; one that dies is replaced.")
+    ] = 1,
     listen: Annotated[
-        bool, typer.Option("--listen", help="Be notified of what arrives; see `saf inbox notify`.")
+        bool, typer.Option("--listen", help="Wake up when messages arrive; see `saf inbox notify`.")
     ] = False,
     drain: Annotated[
-        bool, typer.Option("--drain", help="Send pending messages on, and exit.")
+        bool, typer.Option("--drain", help="Send the stored messages on, and exit.")
     ] = False,
     stop_timeout: StopTimeout = None,
     require_signed: Annotated[
-        bool, typer.Option("--require-signed", help="Refuse what no key of saf.toml has signed.")
+        bool,
+        typer.Option(
+            "--require-signed", help="Refuse messages that no key of saf.toml has signed."
+        ),
     ] = False,
     metrics: WorkersListen = None,
     config: Config = None,
@@ -201,9 +220,9 @@ def serve(
 def explain(
     service: Service,
     *,
-    body: Annotated[str, typer.Option(metavar="TEXT", help="Of the message.")] = "",
-    key: Annotated[str | None, typer.Option(help="Of the message. Default: it has none.")] = None,
-    message_type: Annotated[str | None, typer.Option(help="Of the message.")] = None,
+    body: Annotated[str, typer.Option(metavar="TEXT", help="Body of the message.")] = "",
+    key: Annotated[str | None, typer.Option(help="Key of the message. Default: none.")] = None,
+    message_type: Annotated[str | None, typer.Option(help="Type of the message.")] = None,
     round_: Brokers,
     as_json: AsJson = False,
 ) -> None:
@@ -285,16 +304,19 @@ def _one_command() -> None:
 
 @transforms.command("try")
 def try_(
-    service: Annotated[str, typer.Argument(metavar="SERVICE", help="That has a transform.")],
+    service: Annotated[
+        str, typer.Argument(metavar="SERVICE", help="Service that has a transform.")
+    ],
     *,
     message: Annotated[
-        UUID | None, typer.Option(metavar="ID", help="A message of an outbox, by its message_id.")
+        UUID | None,
+        typer.Option(metavar="ID", help="Try the message of an outbox with this message id."),
     ] = None,
     body: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Of a message, instead of one of an outbox.")
+        str | None, typer.Option(metavar="TEXT", help="Instead: body of the message to try.")
     ] = None,
-    key: Annotated[str | None, typer.Option(help="Of that message. Default: it has none.")] = None,
-    message_type: Annotated[str | None, typer.Option(help="Of that message.")] = None,
+    key: Annotated[str | None, typer.Option(help="Key of that message. Default: none.")] = None,
+    message_type: Annotated[str | None, typer.Option(help="Type of that message.")] = None,
     config: Config = None,
     broker: Name = None,
     as_json: AsJson = False,

@@ -34,7 +34,7 @@ def migrate(
         str,
         typer.Option(
             envvar="SAF_DSN",
-            help="The database: postgresql://user@host/database, or as SQLAlchemy has it, or "
+            help="The database: postgresql://user@host/database, SQLAlchemy's form of it, or "
             "'host=… dbname=…'. A password is better in the environment (PGPASSWORD, SAF_DSN) than "
             "on the command line.",
         ),
@@ -71,10 +71,10 @@ def grant(
     dsn: OwnersDsn,
     role: Annotated[
         list[grants.Kind] | None,
-        typer.Option(help="Duty of the login. Several: --role receiver --role writer."),
+        typer.Option(help="Duty of the login, e.g. --role receiver --role writer."),
     ] = None,
     revoke: Annotated[
-        bool, typer.Option("--revoke", help="Take away everything it may do in schema saf.")
+        bool, typer.Option("--revoke", help="Revoke all of its rights in schema saf.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the SQL and change nothing.")
@@ -89,7 +89,7 @@ def grant(
     kinds = list(dict.fromkeys(role or []))
     if kinds and revoke:
         raise ConfigurationError(
-            "--revoke removes the rights of every kind: to keep some, use --role without it"
+            "--revoke removes all rights: to keep some, use --role without --revoke"
         )
     if not kinds and not revoke:
         raise ConfigurationError(
@@ -112,7 +112,7 @@ def grant(
 
 sending = Commands(help="Senders: which roles may send as which service.")
 
-Role = Annotated[str, typer.Argument(metavar="ROLE", help="A role of the server.")]
+Role = Annotated[str, typer.Argument(metavar="ROLE", help="An existing role of the server.")]
 
 RULES = Table[senders.Sender](
     *("role", "from", "to"),
@@ -135,16 +135,18 @@ RULES = Table[senders.Sender](
 def add(
     role: Role,
     dsn: OwnersDsn,
-    from_service: Annotated[str, typer.Option("--from", help="The service that it speaks for.")],
+    from_service: Annotated[
+        str, typer.Option("--from", help="The service that the role may send as.")
+    ],
     to_service: Annotated[
         list[str] | None,
-        typer.Option("--to", help="A service that it may address; several times; default: any."),
+        typer.Option("--to", help="A service that it may send to. Default: any."),
     ] = None,
     refuse_others: Annotated[
         bool,
         typer.Option(
             "--refuse-others",
-            help="Of a broker's first rule: also if other roles write, which then may not send.",
+            help="Create a broker's first rule even if other roles write, which then may not send.",
         ),
     ] = False,
 ) -> None:
@@ -180,22 +182,22 @@ def remove(
     role: Role,
     dsn: OwnersDsn,
     from_service: Annotated[
-        str | None, typer.Option("--from", help="Only the rules to speak for this service.")
+        str | None, typer.Option("--from", help="Only rules to send as this service.")
     ] = None,
     to_service: Annotated[
-        list[str] | None, typer.Option("--to", help="Only the rules to address this service.")
+        list[str] | None, typer.Option("--to", help="Only rules to send to this service.")
     ] = None,
     allow_others: Annotated[
         bool,
         typer.Option(
             "--allow-others",
-            help="Of a broker's last rule: any writer may then send as any service again.",
+            help="Remove a broker's last rule: any writer may then send as any service again.",
         ),
     ] = False,
 ) -> None:
     """Remove rules of a role.
 
-    Without --from and --to, all of them.
+    Without --from and --to, all rules of the role.
     """
     with _connected(dsn) as (name, connection):
         removed = senders.remove_senders(

@@ -18,9 +18,9 @@ from saf.operating.places import everywhere, store
 
 app = Commands(help="Services: what messages are addressed to.")
 
-Service = Annotated[str, typer.Argument(metavar="NAME", help="Of the service.")]
+Service = Annotated[str, typer.Argument(metavar="NAME", help="Name of the service.")]
 Discard = Annotated[
-    bool, typer.Option("--discard", help="Also if messages are left; they are given up.")
+    bool, typer.Option("--discard", help="Remove it even if messages are left, and discard these.")
 ]
 
 SERVICES = Table[services.Service](
@@ -32,13 +32,13 @@ SERVICES = Table[services.Service](
 
 @app.command()
 def create(
-    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Of the services.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Names of the services.")],
     *,
     refuse_others: Annotated[
         bool,
         typer.Option(
             "--refuse-others",
-            help="Of a broker's first: also if its inbox has messages for others, which then wait.",
+            help="Create a broker's first services even if its inbox has messages for others.",
         ),
     ] = False,
     round_: AtStore,
@@ -87,7 +87,7 @@ def remove(name: Service, *, round_: AtStore, discard: Discard = False) -> None:
 subscriptions = Commands(help="Subscriptions: named readers of an inbox, and streams.")
 
 Log = Literal["outbox", "inbox"]
-Subscription = Annotated[str, typer.Argument(metavar="NAME", help="Of the subscription.")]
+Subscription = Annotated[str, typer.Argument(metavar="NAME", help="Name of the subscription.")]
 
 SUBSCRIPTIONS = Table[services.Subscription](
     *("subscription", "service"),
@@ -100,14 +100,14 @@ SUBSCRIPTIONS = Table[services.Subscription](
 def create_subscription(
     name: Subscription,
     *,
-    service: Annotated[str | None, typer.Option(help="Service whose messages it reads.")] = None,
+    service: Annotated[str | None, typer.Option(help="Service whose messages are read.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all-services", help="Instead: messages for all services.")
+        bool, typer.Option("--all-services", help="Instead: read the messages for all services.")
     ] = False,
     log: Annotated[
         Log | None,
         typer.Option(
-            "--stream", help="Instead: a stream of Spark, of everything in this log of --broker."
+            "--stream", help="Instead: register a stream of Spark that reads this log of --broker."
         ),
     ] = None,
     from_now: Annotated[

@@ -52,9 +52,11 @@ from saf.setaside.waiting import (
 parking = Commands(help="Messages that wait, and when they are tried next.")
 
 
-LaneSubscription = Annotated[str | None, typer.Option(help="Only what this one set aside.")]
+LaneSubscription = Annotated[
+    str | None, typer.Option(help="Only messages that this subscription set aside.")
+]
 LaneDestination = Annotated[
-    str | None, typer.Option(help="Only messages waiting for this destination.")
+    str | None, typer.Option(help="Only messages that wait for this destination.")
 ]
 LaneKind = Annotated[Kind | None, typer.Option("--kind", help="Only lanes of this kind.")]
 Subject = Annotated[
@@ -239,12 +241,12 @@ add_decisions(
     CountFirst,
     discard="""Give parked messages up for good.
 
-    What a forwarder or a receiver has in hand stays as it is; --dry-run says what else, and why. A
-    dialog that lacks one of them fails at both ends.
+    Messages that a forwarder or a receiver has in hand stay; --dry-run shows which others stay, and
+    why. A dialog that lacks one of the discarded messages fails at both ends.
     """,
     redirect="""Send parked messages to another destination.
 
-    The forwarder does, in order. Those of receivers and of dialogs stay as they are.
+    The forwarder delivers them, in order. Messages of receivers and of dialogs stay.
     """,
 )
 
@@ -253,11 +255,13 @@ letters = Commands(help="Messages that need an operator's decision.")
 
 
 Reason = Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONS)}.")]
-Destination = Annotated[str | None, typer.Option(help="Only those for this destination.")]
+Destination = Annotated[str | None, typer.Option(help="Only messages for this destination.")]
 Subscription = Annotated[
-    str | None, typer.Option(help="Only those of this one: forwarder, or a receivers'.")
+    str | None, typer.Option(help="Only dead letters of this subscription, such as forwarder.")
 ]
-Error = Annotated[str | None, typer.Option(help="Only those whose error has this text in it.")]
+Error = Annotated[
+    str | None, typer.Option(help="Only dead letters whose error contains this text.")
+]
 
 
 def _dead_letters(*, ids: list[int] | None, **criteria: Any) -> DeadLetters:
@@ -343,7 +347,9 @@ def audit_(
 
 @letters.command()
 def show(
-    number: Annotated[int, typer.Argument(max=GREATEST, help="As `saf dead list` shows it.")],
+    number: Annotated[
+        int, typer.Argument(max=GREATEST, help="Number, as `saf dead list` shows it.")
+    ],
     *,
     round_: Brokers,
 ) -> None:

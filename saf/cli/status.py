@@ -97,7 +97,8 @@ def _map(status: BrokerStatus) -> Iterator[str]:
 
 def members(
     subscription: Annotated[
-        str | None, typer.Option(help="Only this one, of either log. Default: all.")
+        str | None,
+        typer.Option(help="Only subscriptions of this name, of either log. Default: all."),
     ] = None,
     *,
     round_: Everywhere,

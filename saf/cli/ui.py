@@ -28,10 +28,12 @@ ENDING_SECONDS = 3
 def command(
     *,
     config: Config = None,
-    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8400,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free port.")
+    ] = 8400,
     write: Annotated[
-        bool, typer.Option("--write", help="Let those who may operate change something.")
+        bool, typer.Option("--write", help="Let users who may operate decide about messages.")
     ] = False,
 ) -> None:
     """Show all brokers in a browser.
@@ -86,7 +88,9 @@ def prepared(
     if token is not None:
         notes.append(f"log in with the token {token}")
     if host not in LOCAL:
-        notes.append("others reach it unencrypted: put a reverse proxy with https before it")
+        notes.append(
+            "other machines reach it unencrypted: put a reverse proxy with https in front of it"
+        )
     if not write:
         notes.append("nobody can change anything: it was started without --write")
     return Server(configured, application.state.site), listening, notes

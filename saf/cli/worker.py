@@ -27,7 +27,7 @@ StopTimeout = Annotated[
         min=0,
         envvar="SAF_STOP_TIMEOUT",
         metavar="SECONDS",
-        help="How long the message in hand may take after SIGTERM. Default: the worker's own, 25.",
+        help="Seconds that the message in hand may take after SIGTERM. Default: the worker's, 25.",
     ),
 ]
 
@@ -35,8 +35,7 @@ WorkersListen = Annotated[
     str | None,
     typer.Option(
         metavar="[HOST]:PORT",
-        help="Serve metrics there, at /metrics. Of several processes, each next one takes the next "
-        "port.",
+        help="Serve metrics there, at /metrics. With several processes, each uses the next port.",
     ),
 ]
 
@@ -45,11 +44,13 @@ def command(
     which: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:WORKER", help="The saf.Worker or saf.Processors, to be imported."
+            metavar="MODULE:WORKER", help="The saf.Worker or saf.Processors to import and run."
         ),
     ],
     *,
-    processes: Annotated[int, typer.Option(min=1, help="How many; one that dies is replaced.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes; one that dies is replaced.")
+    ] = 1,
     drain: Annotated[
         bool, typer.Option("--drain", help="Handle pending messages, and exit.")
     ] = False,

@@ -80,15 +80,15 @@ class Bounds:
     """The table ``[bounds]`` of saf.toml, in seconds."""
 
     network_seconds: float = 30.0
-    """How long a host may fail to acknowledge data before its connection counts as lost."""
+    """Time without acknowledgement from a host after which a connection counts as lost."""
     lock_seconds: float = 10.0
-    """How long a statement waits for a lock."""
+    """Time limit of a statement that waits for a lock."""
     statement_seconds: float = 60.0
-    """How long a statement takes that reads or writes little."""
+    """Time limit of a statement that reads or writes little."""
     chunk_seconds: float = 300.0
-    """How long storing or reading one chunk of messages takes."""
+    """Time limit of storing or reading one chunk of messages."""
     long_seconds: float = 3600.0
-    """How long a statement takes that reads a whole log."""
+    """Time limit of a statement that reads a whole log."""
 
     def of(self, role: str) -> Limits | None:
         """Return the bounds for the sessions of a role; None for the sessions of `THEIRS`."""

@@ -87,7 +87,7 @@ class Dsn:
     def __post_init__(self) -> None:
         object.__setattr__(self, "conninfo", without_driver(self.conninfo))
         if "\0" in self.conninfo:
-            raise ConfigurationError("a dsn holds a NUL, and libpq reads nothing behind it")
+            raise ConfigurationError("a dsn contains a NUL, after which libpq reads nothing")
         refuse_unescaped(self.conninfo)
         try:
             parts = conninfo_to_dict(self.conninfo)
@@ -98,7 +98,7 @@ class Dsn:
                 "expected postgresql://user@host:5432/database or 'host=… dbname=…'"
             ) from None
         if "@" in str(parts.get("host") or "")[1:]:  # an abstract socket's name begins with one
-            raise ConfigurationError(f"a dsn's host holds an '@': {ESCAPES}")
+            raise ConfigurationError(f"a dsn's host contains an '@': {ESCAPES}")
         if not PORTS.fullmatch(str(parts.get("port") or "")):
             raise ConfigurationError(f"a dsn's port is not a number: {ESCAPES}")
         name = str(parts.get("dbname") or "")
@@ -232,7 +232,7 @@ def refuse_unescaped(text: str) -> None:
     scheme, _, rest = text.strip().partition("://")
     path = rest.partition("?")[0].partition("/")[2]
     if scheme in ("postgresql", "postgres") and ("@" in path or "/" in path):
-        raise ConfigurationError(f"a dsn has more than a database's name behind a '/': {ESCAPES}")
+        raise ConfigurationError(f"a dsn has more than a database's name after a '/': {ESCAPES}")
 
 
 class _Bounded(psycopg.Connection[Any]):

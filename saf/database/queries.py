@@ -39,7 +39,7 @@ from saf.errors import Rejected, RowsGone, SchemaMismatch, SchemaMissing, UsageE
 
 Connection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 
-REVISION = "0037"
+REVISION = "0038"
 """The Alembic revision of the schema that this library reads and writes."""
 SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
 # Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.

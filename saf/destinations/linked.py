@@ -80,7 +80,7 @@ class SecuredSettings(LinkedSettings):
     @model_validator(mode="after")
     def _has_what_tls_needs(self) -> Self:
         if (self.certificate_file is None) != (self.key_file is None):
-            raise ValueError("certificate_file and key_file are given together")
+            raise ValueError("certificate_file and key_file belong together")
         if not self.uses_tls and (self.ca_file or self.certificate_file):
             raise ValueError(f"certificates need {self.turn_on_tls}")
         return self

@@ -159,8 +159,8 @@ class Assembled(Received):
                 found = cursor.execute(READ, params, binary=True).fetchone()
         if found is None:
             raise UsageError(
-                f"the body of message {self.message_id} is not here any more: read it in the block "
-                "or the handler that the message was handed out to"
+                f"the body of message {self.message_id} is gone: read it in the block "
+                "or the handler that got the message"
             )
         return bytes(found[0])
 

@@ -1,4 +1,5 @@
-"""Operating: questions that operators ask a broker, and cleaning up.
+"""Operating: queries, decisions, set-up and repair by operators.
 
-Status, doctor, dry runs of routers and the purge are here. Repairs are in `saf.operating.repair`.
+Status, doctor, dry runs of routers, fleets and the purge are here. `saf.operating.plans` sets
+brokers up from a file, and `saf.operating.repair` has the repairs.
 """

@@ -183,7 +183,7 @@ def aconnected(engine: Engine | AsyncEngine, loop: EventLoop) -> Iterator[Link]:
     given = engine()
     if not isinstance(given, AbstractAsyncContextManager):
         raise UsageError(
-            "cannot receive under asyncio from what this callable gives: expected an "
+            "cannot receive under asyncio from the result of this callable: expected an "
             f"AsyncConnection of psycopg by ``async with``, got a {type(given).__qualname__}"
         )
     with _entered(given, loop) as opened, _beside(opened) as raw:

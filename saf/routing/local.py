@@ -159,7 +159,7 @@ def _may_be_local(connection: psycopg.Connection[Any], service: str) -> None:
     if not fetch(connection, LIVES_HERE, params):
         raise UsageError(
             f"service {service!r} does not live in database {connection.info.dbname!r}, and a "
-            f"local route leads nowhere else: `saf service create {service}` comes first"
+            f"local route leads only to this database: `saf service create {service}` comes first"
         )
 
 
@@ -180,6 +180,6 @@ def _overtake_nothing(connection: psycopg.Connection[Any], service: str) -> None
             raise UsageError(
                 f"messages for service {service!r} wait in the outbox of database "
                 f"{connection.info.dbname!r}, and local ones would overtake them: let `saf "
-                "forward` take them first (`saf status` and `saf parked` show them)"
+                "forward` deliver them first (`saf status` and `saf parked` show them)"
             )
         time.sleep(PAUSE_SECONDS)

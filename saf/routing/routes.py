@@ -277,7 +277,7 @@ def add_route(
         if name is not None:
             check_name(what, name)
     if expires_at is not None and expires_at.utcoffset() is None:
-        raise UsageError(f"expires_at {expires_at.isoformat()} says no time zone")
+        raise UsageError(f"expires_at {expires_at.isoformat()} has no time zone")
     params = {
         "service": service,
         "broker": broker,
@@ -295,7 +295,7 @@ def add_route(
     with transaction(connection):
         if local and (others := fetch(connection, OTHER_LOCAL, params)):
             existing = Route(service=service, destination=others[0][0])
-            raise UsageError(f"there is a local route already, of {describe(existing)}: remove it")
+            raise UsageError(f"a local route already exists, {describe(existing)}: remove it")
         ((route_id, added),) = fetch(connection, ADD, params)
         keep(connection, route_id, service, wanted=local)
     return bool(added)

@@ -6,6 +6,10 @@ to the outbox, together with a mark in saf.sink, in one transaction. So all mess
 sent, or none. An application that sends the same version again, because the answer was lost, sends
 nothing more.
 
+*Attempts.* The number of an attempt contains the time of its beginning, so the messages of old
+attempts are a range of the primary key, and no list of attempts is needed. The rest of the number
+is random. If two attempts drew the same number, the primary key would fail the second.
+
 *Order.* Message ids rise in the given order of the attempts, and within an attempt in the order in
 which its task wrote the messages.
 
@@ -34,7 +38,9 @@ MESSAGE = tuple(name for name in SENT if name != "message_id")
 ORPHAN_SECONDS = 86400.0
 """Age, in seconds, at which unsent staged messages are orphans: no job takes longer."""
 
-BEGIN = "INSERT INTO saf.staging DEFAULT VALUES RETURNING attempt"
+# {moment}, in seconds, is the higher half; the lower one has 31 bits
+NUMBERS_FROM = "CAST(extract(epoch FROM {moment}) AS bigint) << 31"
+BEGIN = f"SELECT ({NUMBERS_FROM.format(moment='now()')}) + CAST(random() * 2147483647 AS bigint)"
 
 # A server whose default is off would acknowledge commits that a crash could still lose
 DURABLE = """
@@ -61,16 +67,12 @@ FROM saf.staged WHERE attempt = %(attempt)s ORDER BY number
 """
 # The count comes from here and not from the INSERT, because a local route's trigger diverts rows
 REMOVE = "DELETE FROM saf.staged WHERE attempt = ANY (%(attempts)s)"
-END = "DELETE FROM saf.staging WHERE attempt = ANY (%(attempts)s)"
 
-ORPHANS = """
-SELECT array_agg(attempt) FROM saf.staging
-WHERE created_at < now() - make_interval(secs => %(seconds)s)
+LONG_AGO = "now() - make_interval(secs => %(seconds)s)"
+FORGET_ORPHANS = f"""
+DELETE FROM saf.staged WHERE attempt < {NUMBERS_FROM.format(moment=LONG_AGO)}
 """
-FORGET_MARKS = """
-DELETE FROM saf.sink
-WHERE version IS NULL AND sent_at < now() - make_interval(secs => %(seconds)s)
-"""
+FORGET_MARKS = f"DELETE FROM saf.sink WHERE version IS NULL AND sent_at < {LONG_AGO}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +121,6 @@ def send(
         removed = connection.execute(REMOVE, numbers).rowcount
         if fresh and removed != messages:
             raise StagedLost(what, messages, removed)
-        connection.execute(END, numbers)
     return fresh
 
 
@@ -131,15 +132,10 @@ def sent_version(connection: psycopg.Connection[Any], application: str) -> int |
 
 def discard(connection: psycopg.Connection[Any], attempts: Iterable[int]) -> int:
     """Remove staged messages of a failed job's attempts; return how many."""
-    numbers = {"attempts": list(attempts)}
-    with connection.transaction():
-        removed = connection.execute(REMOVE, numbers).rowcount
-        connection.execute(END, numbers)
-    return removed
+    return connection.execute(REMOVE, {"attempts": list(attempts)}).rowcount
 
 
 def collect(connection: psycopg.Connection[Any], seconds: float = ORPHAN_SECONDS) -> int:
     """Remove orphans and old marks of single sends; return how many messages were removed."""
-    ((orphans,),) = fetch(connection, ORPHANS, {"seconds": seconds})
     connection.execute(FORGET_MARKS, {"seconds": seconds})
-    return discard(connection, orphans) if orphans else 0
+    return connection.execute(FORGET_ORPHANS, {"seconds": seconds}).rowcount

@@ -186,7 +186,7 @@ class Verifier:
             raise _Refused(
                 ALTERED,
                 f"it was sent to {_service(to)}, and redirected to {_service(message.service)}: if "
-                "a router may do that, name it among redirected_from",
+                "a router may do so, add it to redirected_from",
             )
 
 

@@ -57,8 +57,8 @@ def refuse_connect(master: str, conf: Mapping[str, str]) -> None:
     """
     for setting, _ in _asking(master, conf):
         raise ConfigurationError(
-            f"{setting} asks for Spark Connect, which this cannot use: take it away, and "
-            "give forwarder.master (or --master) a master such as local[*], spark://host:7077, "
+            f"{setting} asks for Spark Connect, which cannot be used here: remove it, and "
+            "set forwarder.master (or --master) to a master such as local[*], spark://host:7077, "
             "yarn or k8s://host:443"
         )
 

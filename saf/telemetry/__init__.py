@@ -1,4 +1,4 @@
-"""Telemetry: metrics and traces of saf's programs.
+"""Telemetry: metrics, traces and the log of saf's programs.
 
 *Metrics.* `metrics` names every metric, with its unit and labels; docs/metrics.md is generated from
 it. Code reports events to it, and they are ignored unless counting is switched on. Only

@@ -127,60 +127,59 @@ def _histogram(
 
 # Reported by a broker's database
 
-UP = _gauge("saf_up", "broker", "Whether the broker has answered all questions: 1 or 0.")
-READ_SECONDS = _gauge("saf_read_seconds", "broker", "How long its answers took.")
+UP = _gauge("saf_up", "broker", "1 if the broker answered all queries, else 0.")
+READ_SECONDS = _gauge("saf_read_seconds", "broker", "Duration of the broker's queries.")
 PENDING = _gauge(
     "saf_pending_messages",
     "broker destination service",
-    "Messages of the outbox that are committed and not forwarded yet, by where the routes lead "
-    "now: `(none)` without a route, `(several)` for a topic or a share, `(router)` for a router. "
-    "Counted up to 1,000 in each shard, estimated beyond.",
+    "Messages of the outbox that are committed and not forwarded yet, by the destination of their "
+    "present route: `(none)` without a route, `(several)` for a topic or several equal routes, "
+    "`(router)` for a router. Counted up to 1,000 in each shard, estimated beyond.",
 )
 OLDEST_PENDING = _gauge(
     "saf_oldest_pending_seconds",
     "broker destination service",
-    "The age of the oldest pending message; no value without one.",
+    "Age of the oldest pending message; absent if there are none.",
 )
 UNREAD = _gauge(
     "saf_unread_messages",
     "broker subscription",
-    "Messages of the inbox that a subscription has neither handled nor set aside. Counted as those "
-    "of the outbox.",
+    "Messages of the inbox that a subscription has neither handled nor set aside. Counted like "
+    "pending messages.",
 )
 LAG = _gauge(
     "saf_subscription_lag_seconds",
     "broker log subscription",
-    "How long the oldest message that a subscription of either log has not completed has been in "
-    "the log; 0 without one.",
+    "Age of the oldest message in the log that the subscription has not completed; 0 if there are "
+    "none.",
 )
 PARKED = _gauge(
     "saf_parked_messages",
     "broker subscription destination kind",
-    "Parked messages by the kind of their lane. Counted up to 100,000, estimated beyond.",
+    "Parked messages, by the kind of their lane. Counted up to 100,000, estimated beyond.",
 )
 OLDEST_PARKED = _gauge(
     "saf_parked_lane_seconds",
     "broker subscription destination kind",
-    "For how long the lane that has waited longest has had messages.",
+    "Time since the lane that has waited longest got its first message.",
 )
 ATTEMPTS = _gauge(
     "saf_most_attempts",
     "broker subscription destination kind",
-    "How often the lane that was tried most was tried in vain.",
+    "Failed attempts of the lane that has most of them.",
 )
 MISSING_MEMBERS = _gauge(
     "saf_missing_members",
     "broker fleet",
-    "Members of a fleet that a forwarder has met before and that its fleet no longer lists, as the "
-    "store that remembers them was told by the last run: their databases were dropped or renamed, "
-    "or allow no connections.",
+    "Databases that a forwarder has found in the fleet before and that the fleet no longer lists: "
+    "they were dropped or renamed, or allow no connections. As of the last run.",
 )
 NEEDS_OPERATOR = _gauge(
     "saf_operator_lanes",
     "broker subscription destination kind",
     "Lanes whose last attempt failed for a reason that only an operator can remove: no route, a "
     "service that the destination does not know, a full disk, a login that is refused, a "
-    "destination that has rejected too many messages in a row. No value without one.",
+    "destination that has rejected too many messages in a row. Absent if there are none.",
 )
 DEAD = _gauge(
     "saf_dead_letters",
@@ -191,12 +190,12 @@ DROPPED = _counter(
     "saf_dropped_messages_total",
     "database",
     "broker subscription reason",
-    "Messages that a subscription took and handed to nobody, because nobody misses them.",
+    "Messages that a subscription has dropped because nobody needs them, such as repeats.",
 )
 MEMBERS = _gauge(
     "saf_members",
     "broker log subscription",
-    "Live members of a subscription: forwarders, processors, dispatchers, without workers.",
+    "Live members of a subscription: forwarders, processors and dispatchers, but not workers.",
 )
 UNOWNED = _gauge(
     "saf_unowned_shards", "broker log subscription", "Shards of a subscription that no member owns."
@@ -204,24 +203,26 @@ UNOWNED = _gauge(
 SLOTS = _gauge(
     "saf_ring_used_slots",
     "broker log",
-    "Slots of the log's ring that hold messages, of eight. If all do, the ring has come round.",
+    "Slots of the log that hold messages, of eight. If all eight do, the oldest one is used again "
+    "before it is purged, and grows.",
 )
 OLDEST_TRANSACTION = _gauge(
     "saf_oldest_transaction_seconds",
     "broker",
-    "The age of the oldest open or prepared transaction in the broker's database: its messages "
-    "are in no batch, and no purge or vacuum passes it.",
+    "Age of the oldest open or prepared transaction in the broker's database. Its messages are not "
+    "forwarded yet, and it holds back purge and vacuum.",
 )
 ENDPOINTS = _gauge(
     "saf_endpoint_state",
     "broker endpoint state",
-    "1 for the state that an endpoint is in: closed (it is up), open (down), disabled or paused.",
+    "1 for the present state of an endpoint: closed (it is up), open (it is down), disabled or "
+    "paused.",
 )
 DESTINATIONS = _gauge(
     "saf_destination_state",
     "broker destination state",
-    "1 for the state of a destination as this source has seen it last: up, down, or waiting: "
-    "messages wait for it, and it has not failed since.",
+    "1 for the last state of a destination that this source has seen: up, down, or waiting "
+    "(messages wait for it, and it has not failed since).",
 )
 
 # Counted by a forwarder
@@ -236,29 +237,29 @@ RETRIED = _counter(
     "saf_retried_messages_total",
     "forwarder",
     "broker destination",
-    "Those that had been parked before, or that an operator has sent again.",
+    "Forwarded messages that were parked before, or that an operator has sent again.",
 )
 REPEATED = _counter(
     "saf_repeated_messages_total",
     "forwarder",
     "broker destination",
-    "Messages that were sent again after a crash or a lost answer, and dropped by a watermark.",
+    "Messages that were sent again after a crash or a lost answer, and that the destination "
+    "dropped.",
 )
 DELIVERED = _counter(
     "saf_delivered_messages_total",
     "forwarder",
     "broker destination service",
-    "Messages that this forwarder has stored in a destination, forwarded or repeated, by service; "
-    "100 services of a destination are named.",
+    "Forwarded and repeated messages, by service; 100 services of a destination are named.",
 )
 SET_ASIDE = _counter(
     "saf_set_aside_messages_total",
     "forwarder",
     "broker state",
-    "Messages that were set aside: parked, or dead.",
+    "Messages that were set aside: parked, or made dead letters.",
 )
 CYCLES = _histogram(
-    "saf_cycle_seconds", "forwarder", "", "Durations of cycles in which there was something to do."
+    "saf_cycle_seconds", "forwarder", "", "Duration of cycles that had messages to forward."
 )
 CYCLE_MESSAGES = _histogram(
     "saf_cycle_messages", "forwarder", "", "Messages forwarded by such a cycle.", MESSAGES
@@ -267,7 +268,7 @@ CHUNK_SECONDS = _histogram(
     "saf_chunk_seconds",
     "forwarder",
     "destination",
-    "Durations of storing one chunk at a destination, its transaction included.",
+    "Duration of storing one chunk at a destination, including its transaction.",
 )
 CHUNK_MESSAGES = _histogram(
     "saf_chunk_messages",
@@ -280,21 +281,19 @@ PROBLEMS = _counter(
     "saf_problems_total",
     "forwarder",
     "broker kind",
-    "What went wrong, by the class of the error: as in `problems` of `saf forward --json`.",
+    "Problems by the class of their error, as in `problems` of `saf forward --json`.",
 )
 TAKEOVERS = _counter(
     "saf_lease_takeovers_total",
     "forwarder",
     "",
-    "Shards that this process, a member of any subscription, has freed because their owner had "
-    "died or its lease was over.",
+    "Shards that this process has freed because their owner had died or its lease was over.",
 )
 FENCED = _counter(
     "saf_fenced_total",
     "forwarder",
     "broker",
-    "Times that a task of this forwarder found its shards in the hands of another one, and "
-    "stopped.",
+    "Tasks of this forwarder that stopped because another forwarder owns their shards.",
 )
 
 # Counted by a worker or by processors
@@ -303,25 +302,26 @@ RECEIVED = _counter(
     "saf_received_messages_total",
     "worker",
     "subscription outcome",
-    "Messages of deliveries that were committed: handled, parked (to be tried again) or dead.",
+    "Messages of committed deliveries: handled, parked (to be tried again) or dead.",
 )
 RECEIVE_SECONDS = _histogram(
     "saf_receive_seconds",
     "worker",
     "subscription",
-    "Durations of deliveries, from having messages in hand to the commit.",
+    "Duration of deliveries, from the first message to the commit.",
 )
 HANDLER_SECONDS = _histogram(
     "saf_handler_seconds",
     "worker",
     "subscription",
-    "Durations of calls of handlers: of one message, or of a batch.",
+    "Duration of calls of handlers, for one message or a batch.",
 )
 FAILED_ATTEMPTS = _counter(
     "saf_failed_attempts_total",
     "worker",
     "subscription last",
-    "Attempts at a message whose handler has raised; `last` is true if it became a dead letter.",
+    "Attempts that failed because the handler raised; `last` is true if the message became a dead "
+    "letter.",
 )
 
 # Counted by a dispatcher
@@ -329,23 +329,23 @@ FAILED_ATTEMPTS = _counter(
 IN_FLIGHT = _gauge(
     "saf_dispatch_in_flight",
     "endpoint",
-    "Requests that have been sent and not answered yet.",
+    "Requests that were sent and are not answered yet.",
     "dispatcher",
 )
 ANSWERS = _counter(
     "saf_dispatch_answers_total",
     "dispatcher",
     "endpoint outcome",
-    "Requests by what their answers came to.",
+    "Requests, by the outcome of their answers.",
 )
 DISPATCH_SECONDS = _histogram(
-    "saf_dispatch_seconds", "dispatcher", "endpoint", "Durations of requests."
+    "saf_dispatch_seconds", "dispatcher", "endpoint", "Duration of requests."
 )
 
 # Counted by a purge
 
 PURGED = _counter(
-    "saf_purged_messages_total", "purge", "broker log", "Messages whose slots were emptied."
+    "saf_purged_messages_total", "purge", "broker log", "Messages that purges removed."
 )
 PURGED_SLOTS = _counter(
     "saf_purged_slots_total", "purge", "broker log", "Slots of a log that were emptied."

@@ -144,11 +144,11 @@ async def _form(request: Request) -> Mapping[str, Sequence[str]]:
             if len(body) > MOST_BYTES:
                 raise Refused(413, "the form is too large: choose by a filter instead")
     except ClientDisconnect:
-        raise Refused(400, "the form did not come as a whole") from None
+        raise Refused(400, "the form is incomplete") from None
     try:
         return parse_qs(body.decode(), keep_blank_values=True, max_num_fields=10_000)
     except ValueError:
-        raise Refused(400, "that is not a form of these pages") from None
+        raise Refused(400, "this form is not part of the dashboard") from None
 
 
 def _check(
@@ -156,7 +156,9 @@ def _check(
 ) -> None:
     _check_origin(request)
     if not site.access.right_csrf(visitor, form.get("csrf", [""])[-1]):
-        raise Refused(403, "this form is of another session: go back, reload the page, try again")
+        raise Refused(
+            403, "this form belongs to another session: go back, reload the page, try again"
+        )
 
 
 def _check_role(site: Site, visitor: Visitor) -> None:

@@ -194,5 +194,5 @@ def number_of(text: str | None) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) <= 18):  # noqa: PLR2004 - of a bigint
-        raise UsageError(f"{text!r} is not a number of these pages")
+        raise UsageError(f"{text!r} is not a valid number")
     return int(text)

@@ -1,17 +1,17 @@
 """Webhooks: messages sent and received by HTTP, signed with Standard Webhooks.
 
+`verify` checks the signature of a webhook from `saf dispatch`, or from any other sender:
+
     saf.webhooks.verify(request.headers, body, secrets)
 
-verifies webhooks from `saf dispatch`, or from any other sender of signed webhooks. And
+`inbox` returns an ASGI application that stores signed events in an inbox, each once:
 
     app = saf.webhooks.inbox(engine, "billing", secrets=secrets)
 
-is an ASGI application that stores them in an inbox, each once. And
+`broker` returns an ASGI application that forwarders of other installations deliver to, as a
+destination of kind ``https``:
 
     app = saf.webhooks.broker(dsn, secrets=secrets)
-
-is an application that forwarders of other installations deliver to, as a destination of kind
-``https``.
 """
 
 from saf.signing.webhook import verify

@@ -90,7 +90,7 @@ def broker(
     except ImportError:
         raise MissingExtra("forwarder", "saf.webhooks.broker") from None
     except ValueError:
-        raise UsageError("a source is a broker_id, such as `saf status` shows") from None
+        raise UsageError("a source is a broker_id, as `saf broker list` shows it") from None
     entrance = Entrance(at_once=at_once, max_bytes=max_bytes, seconds=BODY_SECONDS)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -200,7 +200,7 @@ class _Store:
             given = self._at.guarantee("here")
             promise = given.promise.partition("; ")[2]
             return {"server": given.server, "promise": promise, "more": [*given.more]}
-        raise wire.NotUnderstood("it asks nothing that is answered")
+        raise wire.NotUnderstood("its request is unknown")
 
     def _stored(self, given: Given) -> dict[str, Any] | Refusal:
         """Store a chunk, or return its marks."""
@@ -221,7 +221,7 @@ class _Store:
 
     def _allow(self, source: UUID) -> None:
         if self._sources is not None and source not in self._sources:
-            raise _NotAllowed(f"it takes nothing of the source {source}")
+            raise _NotAllowed(f"it does not accept messages from source {source}")
 
     def close(self) -> None:
         """Close the unused connections."""

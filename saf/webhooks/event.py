@@ -78,7 +78,7 @@ def event(headers: Mapping[str, str], body: bytes) -> Event:
     if kind == STRUCTURED:
         attributes, body, content_type = _structured(body)
     elif kind.startswith("application/cloudevents"):
-        raise NoEvent(f"{kind} is not understood: send one event, in headers or as JSON")
+        raise NoEvent(f"{kind} is not supported: send one event, in headers or as JSON")
     else:
         attributes = {
             name: unquote(value, errors="surrogateescape" if name in EXACT else "replace")

@@ -143,7 +143,7 @@ def test_an_answer_of_200_without_a_body_is_none_where_something_is_returned(
         (
             ("<types>", '<import namespace="x" location="http://127.0.0.1:1/x.wsdl"/><types>'),
             "BookOrder",
-            "store that beside it",
+            "store that file beside it",
         ),
     ],
 )

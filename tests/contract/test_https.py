@@ -382,9 +382,9 @@ def test_a_source_that_is_not_named_delivers_nothing(app: Dsn, mom: Dsn) -> None
         send(connection, "0", key="k")
     with broker_server(mom, options={"sources": [str(uuid4())]}) as partner:
         (said,) = errors(app, partner.at())
-        assert f"takes nothing of the source {source}" in said
+        assert f"does not accept messages from source {source}" in said
         assert "Name it there in `sources`" in said
-        with pytest.raises(Refused, match="takes nothing"):
+        with pytest.raises(Refused, match="does not accept messages"):
             partner.at().known("partner", source, role="test")
     with broker_server(mom, options={"sources": [source]}) as partner:
         let_time_pass(app)
@@ -595,7 +595,7 @@ def test_its_certificate_has_to_be_of_those_that_are_trusted(mom: Dsn, tmp_path:
         ({"server": "https://user:secret@partner.example.com"}, "no user and password"),
         ({"server": "https://partner.example.com/?token=1"}, "nothing after"),
         ({"secret": "whsec_short"}, "a webhook's secret is whsec_"),
-        ({"key_file": "key.pem"}, "are given together"),
+        ({"key_file": "key.pem"}, "belong together"),
         ({"server": "http://127.0.0.1:1", "ca_file": "ca.pem"}, "certificates need TLS"),
     ],
 )

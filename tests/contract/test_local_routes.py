@@ -380,7 +380,7 @@ def wrong() -> Iterator[tuple[str, Try, str]]:
     yield (
         "twice",
         lambda connection: add_route(connection, "other", service="feeds", local=True),
-        "there is a local route already",
+        "a local route already exists",
     )
     yield "topic", lambda connection: add_topic(connection, "feeds"), "cannot be a topic"
     yield (

@@ -34,7 +34,8 @@ def test_a_second_row_of_a_place_is_refused_however_far_the_first_has_got(
     with connect(where) as connection:
         with pytest.raises(psycopg.errors.UniqueViolation) as refused:
             connection.execute(SECOND[table])
-        assert refused.value.diag.constraint_name == f"{table}_key_pkey"
+        assert refused.value.diag.constraint_name == "actual_key_pkey"
+        assert f"({table}, {{" in (refused.value.diag.message_detail or "")
     with connect(app) as source:
         send(source, "c")
     run(app, mom=mom)
@@ -61,7 +62,7 @@ def test_of_two_who_write_the_first_row_at_once_one_is_refused(app: Dsn) -> None
         other.start()
         connection.commit()
         other.join(timeout=60)
-    assert refused == ["watermark_key_pkey"]
+    assert refused == ["actual_key_pkey"]
 
 
 def test_what_is_gone_may_come_again(app: Dsn) -> None:
@@ -72,7 +73,7 @@ def test_what_is_gone_may_come_again(app: Dsn) -> None:
             "FROM saf.subscription"
         )
         connection.execute("DELETE FROM saf.subscription")
-        assert connection.execute("SELECT FROM saf.cursor_key").rowcount == 0
+        assert connection.execute("SELECT FROM saf.actual_key").rowcount == 0
         place = (
             "INSERT INTO saf.watermark (source, shard, lane, epoch, batch, position) "
             "VALUES ('00000000-0000-4000-8000-000000000001', 7, '', 0, 1, 0)"
@@ -80,3 +81,5 @@ def test_what_is_gone_may_come_again(app: Dsn) -> None:
         connection.execute(place)
         connection.execute("TRUNCATE saf.watermark")
         connection.execute(place)
+        connection.execute("DELETE FROM saf.watermark")
+        assert connection.execute("SELECT FROM saf.actual_key").rowcount == 0

@@ -42,7 +42,7 @@ def purges_held_up(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
     """Gives the connection whose transaction holds them up, by a table that only they look at."""
     with connect(app) as holder:
         holder.execute("BEGIN")
-        holder.execute("LOCK TABLE saf.staging IN ACCESS EXCLUSIVE MODE")
+        holder.execute("LOCK TABLE saf.staged IN ACCESS EXCLUSIVE MODE")
         yield holder
 
 

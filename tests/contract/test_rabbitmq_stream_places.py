@@ -138,7 +138,7 @@ def test_what_is_no_address_is_named() -> None:
             RabbitmqStream(server=server)
     with pytest.raises(ValueError, match="certificates need TLS"):
         RabbitmqStream(server="rabbitmq-stream://rabbit", ca_file=Path("ca.pem"))
-    with pytest.raises(ValueError, match="are given together"):
+    with pytest.raises(ValueError, match="belong together"):
         RabbitmqStream(server="rabbitmq-stream+tls://rabbit", key_file=Path("key.pem"))
 
 

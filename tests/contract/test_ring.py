@@ -598,7 +598,7 @@ def test_nothing_is_purged_where_transaction_ids_are_those_of_another_cluster(
 
 FORGOTTEN = """
 saf.route_version, saf.route_choice, saf.resolved_conversation, saf.conversation,
-saf.conversation_group, saf.fragment, saf.kept_result, saf.staging, saf.staged, saf.sink
+saf.conversation_group, saf.fragment, saf.kept_result, saf.staged, saf.sink
 """
 
 

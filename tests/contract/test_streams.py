@@ -593,7 +593,7 @@ def test_no_receiver_takes_a_streams_subscription_for_its_own(mom: Dsn, config: 
     assert stream.bodies == ["one"]
     engine = mom.engine()
     with (
-        pytest.raises(ConfigurationError, match="subscription 'lake' is a stream's"),
+        pytest.raises(ConfigurationError, match="subscription 'lake' belongs to a stream"),
         saf.receive(engine, "lake"),
     ):
         raise AssertionError

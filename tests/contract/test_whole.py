@@ -130,7 +130,7 @@ def test_a_truncated_store_is_for_a_person_to_mend_and_no_message_is_given_up(
     [
         ("DELETE FROM saf.broker", "saf.broker has no row"),
         ("TRUNCATE saf.timeline", "saf.timeline is empty"),
-        ("TRUNCATE saf.cursor_key", "saf.cursor_key is empty"),
+        ("TRUNCATE saf.actual_key", "saf.actual_key is empty"),
         ("DELETE FROM saf.subscription", "lacks 'forwarder'"),
         ("DELETE FROM saf.cursor WHERE shard = 7", "63 of the 64 rows of subscription 'forwarder'"),
     ],

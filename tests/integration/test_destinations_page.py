@@ -1,4 +1,4 @@
-"""docs/destinations.md: its settings are all of them, and its commands and examples work."""
+"""docs/destinations.md and docs/writing-a-destination.md: complete, and their examples work."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.broker_server import SECRET
 from tests.endpoints import Partner, end, serving
 from tests.kafka_server import KafkaQueue, KafkaServer
 from tests.nats_server import nats_server
+from tests.pages import page
 from tests.pipeline import connect
 from tests.pipeline import send as send_one
 from tests.programs import BIN, ROOT, activated, last_json, run, saf, send
@@ -29,7 +30,7 @@ from tests.redis_server import redis_server
 
 pytestmark = pytest.mark.full
 
-PAGE = (ROOT / "docs" / "destinations.md").read_text()
+PAGE = page("destinations.md") + page("writing-a-destination.md")
 
 
 def block(name: str) -> str:
@@ -57,7 +58,7 @@ def test_each_kind_and_each_setting_has_its_line() -> None:
 
 
 def test_each_capability_is_told_and_each_kinds_are_true() -> None:
-    told = re.findall(r"^\| `(\w+)`", section("What is asked of a kind"), re.MULTILINE)
+    told = re.findall(r"^\| `(\w+)`", section("Capabilities of a kind"), re.MULTILINE)
     assert told == [*Capabilities.__dataclass_fields__]
     for kind in OURS:
         can = settings_of(kind).capabilities
@@ -68,7 +69,7 @@ def test_each_capability_is_told_and_each_kinds_are_true() -> None:
 
 def test_each_header_of_a_message_has_its_line() -> None:
     rows = re.findall(
-        r"^\| `(saf-[\w-]+)` \| `(\w+)`", section("What a queue gets of a message"), re.MULTILINE
+        r"^\| `(saf-[\w-]+)` \| `(\w+)`", section("What a queue receives"), re.MULTILINE
     )
     assert rows == [(one.saf, one.event) for one in HEADERS]
 

@@ -562,7 +562,7 @@ def test_a_destination_that_is_stopped_by_its_rejections_is_found_with_what_lift
     severity, what, cure = at_first(app, mom)
     assert severity == "error"
     assert "has rejected 10 messages in a row" in what
-    assert "is not tried again before an operator says so" in what
+    assert "is not tried again until an operator retries it" in what
     assert cure.endswith("saf parked retry-now --destination mom --broker app")
 
 

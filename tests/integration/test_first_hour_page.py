@@ -43,7 +43,7 @@ def test_every_command_of_the_first_hour_works_in_an_empty_environment(short_pat
     said = done.stdout
     assert done.returncode == 0, said + done.stderr
     assert said.count("pending") >= 2
-    assert "is there already" in said  # the order that was posted twice
+    assert "already exists" in said  # the order that was posted twice
     assert "(store: 2)" in said
     assert "pays_us" in said  # why A-2 was put back
     assert "1 lane to be tried" in said

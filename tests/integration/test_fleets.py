@@ -110,7 +110,7 @@ def test_of_two_fleets_one_that_does_not_answer_leaves_the_other(app: Dsn) -> No
         ('[fleets.f]\ndsn = "dbname=x"', "either databases = or query ="),
         ('[fleets.f]\ndsn = "dbname=x"\ndatabases = "a"\nquery = "b"', "either databases ="),
         ('[fleets.f]\ndsn = "dbname=x"\ndatabase = "a*"', "did you mean 'databases'"),
-        ('[fleets."a/b"]\ndsn = "dbname=x"\ndatabases = "a"', "holds no '/'"),
+        ('[fleets."a/b"]\ndsn = "dbname=x"\ndatabases = "a"', "must not contain '/'"),
         (
             '[fleets.f]\ndsn = "dbname=x"\ndatabases = "a"\n[brokers."f/a"]\ndsn = "dbname=a"',
             "belong to the fleet",

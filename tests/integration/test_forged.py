@@ -120,7 +120,7 @@ def test_a_transaction_that_is_still_to_come_is_found_with_the_command_that_mend
         assert bodies(mom) == ["true"]
         (error,) = forged(app)
         assert error.what.startswith("the outbox has 1 message, the first with id 1,")
-        command = error.cure.removeprefix("as the owner, ").partition(", and take INSERT")[0]
+        command = error.cure.removeprefix("as the owner, ").partition(", and revoke INSERT")[0]
         connection.execute(command)
     assert forged(app) == []
     let_time_pass(app)

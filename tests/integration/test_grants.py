@@ -57,7 +57,7 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
             "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
             "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
         )
-    assert len(columns) == 60
+    assert len(columns) == 58
     listed = expected(kind)
     with connect(granted(app, kind)) as connection:
         for table, names in columns:
@@ -81,8 +81,7 @@ FUNCTIONS = {
     "examine": (False, True),  # the same, called by it
     "check_sender": (True, True),  # a policy of the outbox: the same
     "notify_inbox": (False, True),
-    "cursor_is_one": (True, False),
-    "watermark_is_one": (True, False),
+    "keep_key": (True, False),
     "store_locally": (True, False),
 }
 ALL_FUNCTIONS = """

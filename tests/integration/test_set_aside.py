@@ -146,7 +146,7 @@ def test_what_a_number_names_is_decided_about_in_one_broker_only(
 ) -> None:
     config = configuration(tmp_path / "saf.toml", {"shop": app, "till": other}, {"mom": mom})
     done = saf(*arguments, "--config", config)
-    said = "saf: numbers are a broker's own: which one? Use --broker NAME\n"
+    said = "saf: numbers are different at each broker: add --broker NAME\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
     assert answer("dead", "list", "--count", config=config)["dead_letters"]["shop"] == 2
 

@@ -13,9 +13,10 @@ from alembic import command
 from alembic.script import ScriptDirectory
 
 import saf
-from saf.broker.migrate import BEFORE_BASELINE, config, migrate
+from saf.broker.migrate import config, migrate
 from saf.database import Dsn, queries
 from saf.errors import SchemaMismatch
+from tests.earlier import put_back
 from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import Cycle, connect, drain, forwarding_rules
 from tests.programs import received, send
@@ -63,9 +64,7 @@ def migrate_to_the_revision_before(dsn: Dsn) -> str:
     if isinstance(before, str):
         command.downgrade(config(dsn), before)
         return before
-    with connect(dsn) as connection:
-        connection.execute("UPDATE saf.alembic_version SET version_num = %s", [BEFORE_BASELINE])
-    return BEFORE_BASELINE
+    return put_back(dsn)
 
 
 @pytest.mark.slow

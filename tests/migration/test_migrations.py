@@ -23,8 +23,11 @@ from psycopg.conninfo import make_conninfo
 from saf import Outbox
 from saf.broker.embedded import DEFAULT_VERSION, programs
 from saf.broker.migrate import BASELINE, BEFORE_BASELINE, config, migrate
-from saf.database import REVISION, Dsn, check_schema
+from saf.database import REVISION, Dsn, check_schema, fetch
 from saf.errors import ConfigurationError, RowsGone, SafError, SchemaMismatch, Unavailable
+from saf.operating.maintenance import purge_broker
+from tests.earlier import put_back
+from tests.pipeline import bodies, connect, forward, send
 
 NewDatabase = Callable[[str], Dsn]
 
@@ -190,14 +193,18 @@ def test_a_newer_database_is_refused_as_such(app: Dsn) -> None:
 
 
 @pytest.mark.every_postgresql
+@pytest.mark.parametrize("revision", BEFORE_BASELINE)
 @pytest.mark.parametrize("by_hand", [False, True], ids=["saf migrate", "alembic"])
-def test_the_last_step_before_the_first_revision_is_taken_for_it(app: Dsn, by_hand: bool) -> None:
+def test_a_database_at_a_step_before_the_first_revision_is_taken_over(
+    app: Dsn, revision: str, by_hand: bool
+) -> None:
     assert usable(app)
-    before = catalog(app)
-    put_at(app, BEFORE_BASELINE)
+    expected = catalog(app)
+    put_back(app, revision)
+    assert catalog(app) != expected
     with (
         app.connect(role="test") as connection,
-        pytest.raises(SchemaMismatch, match=f"schema {BEFORE_BASELINE}"),
+        pytest.raises(SchemaMismatch, match=f"schema {revision}"),
     ):
         check_schema(connection)
     if by_hand:
@@ -207,7 +214,47 @@ def test_the_last_step_before_the_first_revision_is_taken_for_it(app: Dsn, by_ha
     with app.connect(role="test") as connection:
         check_schema(connection)
         assert connection.execute("SELECT FROM saf.outbox").rowcount == 1
-    assert catalog(app) == before
+    assert catalog(app) == expected
+
+
+def contents(dsn: Dsn) -> dict[str, str]:
+    """Return the rows of each table as text."""
+    with connect(dsn) as connection:
+        names = fetch(connection, "SELECT tablename FROM pg_tables WHERE schemaname = 'saf'")
+        return {
+            name: fetch(
+                connection, f"SELECT string_agg(t::text, ' ' ORDER BY t::text) FROM saf.{name} t"
+            )[0][0]
+            for (name,) in names
+            if name != IGNORED
+        }
+
+
+@pytest.mark.every_postgresql
+def test_a_database_that_is_taken_over_keeps_its_rows_and_their_keys(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        for number in range(20):
+            send(connection, str(number), key=f"key {number}")
+    forward(app, mom=mom)
+    with connect(app) as connection:
+        send(connection, "last", key="key 0")
+    before = contents(app), contents(mom)
+    assert "watermark" in before[1]["actual_key"]
+    for dsn in (app, mom):
+        put_back(dsn)
+        with connect(dsn) as connection:
+            connection.execute("INSERT INTO saf.staging DEFAULT VALUES")
+            connection.execute(
+                "INSERT INTO saf.staged (attempt, number, to_service, body) "
+                "SELECT attempt, 0, 'billing', '' FROM saf.staging"
+            )
+        migrate(dsn)
+        with connect(dsn) as connection:
+            outcome = purge_broker(connection, retention_seconds=86400, rotate_after_seconds=86400)
+        assert outcome.orphans == 1
+    assert (contents(app), contents(mom)) == before
+    forward(app, mom=mom)
+    assert bodies(mom) == [*map(str, range(20)), "last"]
 
 
 def test_an_older_step_is_refused_with_the_way_out(app: Dsn) -> None:
@@ -317,14 +364,14 @@ def test_a_failed_migration_leaves_nothing_behind(new_database: NewDatabase) -> 
     assert saf_objects(dsn) == ["outbox_status"]
 
 
-@pytest.mark.parametrize("revision", [None, BEFORE_BASELINE])
+@pytest.mark.parametrize("revision", [None, "0037"])
 def test_two_migrations_at_once_wait_for_each_other(
     new_database: NewDatabase, revision: str | None
 ) -> None:
     dsn = new_database("raced")
     if revision:
         migrate(dsn)
-        put_at(dsn, revision)
+        put_back(dsn, revision)
     environment = {**os.environ, "SAF_DSN": dsn.conninfo}
     once = [sys.executable, "-c", MIGRATE]
     racers = [

@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from tests import memory
-from tests.mutants.generated import Generated
+from tests.mutants.generated import Generated, harmless
 from tests.mutants.kept import FILE, JUDGED, Kept
 from tests.mutants.listed import PARTS
 from tests.mutants.mutant import Mutant
@@ -91,8 +91,7 @@ def _generated(given: argparse.Namespace, until: float) -> list[Mutant]:
             return []
         print(f"{number}/{len(groups)} {took:5.0f} s  {first} …", flush=True)
     print(f"seed {given.seed}", flush=True)
-    every = [one for mutants in PARTS.values() for one in mutants]
-    generated = Generated(recordings, every)
+    generated = Generated(recordings, harmless())
     drawn = list(generated.draw(given.generated, given.seed, given.words))
     print(
         f"{len(drawn)} are drawn; {generated.not_executed} more are executed by no test", flush=True

@@ -2,8 +2,8 @@
 
 ``make mutants GENERATED=1500`` draws that many of all changes (`tests.mutants.operators`) of the
 folders below. A change that no test executes is not drawn. Its tests come from the recording
-(`tests.mutants.recording`), the fastest first, and take at most `SECONDS_EACH`. List a change that
-has no effect as `harmless`, like any other mutant; it is not drawn again.
+(`tests.mutants.recording`), of as many files as possible, and take at most `SECONDS_EACH`. A change
+that has no effect is not drawn again once `harmless.toml` says why.
 
 SQL is in constants, which are executed at import, by no test. A changed constant counts as executed
 where it is used: in functions, or in other constants, and where those are used.
@@ -12,10 +12,13 @@ where it is used: in functions, or in other constants, and where those are used.
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
+from itertools import chain, zip_longest
+from pathlib import Path
 
 from tests.mutants.mutant import ROOT, Mutant
 from tests.mutants.operators import Change, changes, compiles
@@ -25,9 +28,12 @@ FOLDERS = (
     *("saf/log", "saf/engine", "saf/setaside", "saf/receiving", "saf/signing", "saf/webhooks"),
     "saf/operating/repair",
 )
-SECONDS_EACH = 40.0
+HARMLESS = Path(__file__).with_name("harmless.toml")
+"""Changes without effect: ``file``, ``before``, ``after``, and ``why`` it has none."""
+
+SECONDS_EACH = 8.0
 """Longest time that the tests of one change take together, as recorded."""
-TESTS_EACH = 60
+TESTS_EACH = 30
 """Most tests of one change."""
 LEAST_SECONDS = 30.0
 """Tests that run for this time plus five times the recorded one are hung."""
@@ -42,21 +48,30 @@ Name = tuple[str, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+def harmless() -> list[dict[str, str]]:
+    """Return the listed changes without effect."""
+    return list(tomllib.loads(HARMLESS.read_text()).get("change", []))
+
+
 class Generated:
     """The changes of some folders."""
 
     def __init__(
-        self, recordings: Recordings, listed: Sequence[Mutant], folders: Sequence[str] = FOLDERS
+        self,
+        recordings: Recordings,
+        harmless: Iterable[Mapping[str, str]],
+        folders: Sequence[str] = FOLDERS,
     ) -> None:
         self._recordings = recordings
         self._uses = _Uses()
         files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
         self._texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
         self._harmless: dict[str, set[str]] = defaultdict(set)
-        for mutant in listed:
-            if mutant.harmless and mutant.file in self._texts:
-                changed = self._texts[mutant.file].replace(mutant.before, mutant.after)
-                self._harmless[mutant.file].add(changed)
+        for change in harmless:
+            text = self._texts.get(change["file"], "")
+            if text.count(change["before"]) == 1:  # else that code was rewritten
+                changed = text.replace(change["before"], change["after"])
+                self._harmless[change["file"]].add(changed)
         self.not_executed = 0
         """Number of changes that were not drawn because no test executes them."""
 
@@ -112,14 +127,18 @@ class Generated:
         seconds: dict[str, float] = {}
         for user, numbers in lines.items():
             seconds |= self._recordings.tests_of(user, numbers)
+        of_file: dict[str, list[str]] = defaultdict(list)
+        for test in sorted(seconds, key=lambda test: (seconds[test], test)):
+            of_file[test.partition("::")[0]].append(test)
+        # the fastest of each file of tests, then the second one of each: they look at other things
+        turns = zip_longest(*sorted(of_file.values(), key=lambda tests: seconds[tests[0]]))
         chosen: dict[str, float] = {}
         left = SECONDS_EACH
-        for test in sorted(seconds, key=lambda test: (seconds[test], test)):
-            if (chosen and seconds[test] > left) or len(chosen) == TESTS_EACH:
-                break
-            chosen[test.removeprefix("tests/")] = seconds[test]
-            left -= seconds[test]
-        return chosen
+        for test in filter(None, chain.from_iterable(turns)):
+            if len(chosen) < TESTS_EACH and (not chosen or seconds[test] <= left):
+                chosen[test.removeprefix("tests/")] = seconds[test]
+                left -= seconds[test]
+        return dict(sorted(chosen.items(), key=lambda item: item[1]))
 
 
 def _name(change: Change) -> str:

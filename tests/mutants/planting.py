@@ -17,17 +17,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from compileall import compile_dir
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from py_compile import PycInvalidationMode
+from typing import Any
 
 from saf.broker.migrate import migrate
 from saf.testing.databases import Database, Databases, embedded_server
 from tests.conftest import LENT
+from tests.mutants.collected import patches
 from tests.mutants.mutant import LONGEST_SECONDS, ROOT, Mutant
 from tests.tiers import CHECK
 
@@ -35,6 +37,9 @@ LEFT_OUT = shutil.ignore_patterns(
     *(".git", ".venv", ".saf", ".*_cache", ".hypothesis", "__pycache__"),
     *("build", "dist", "spark-warehouse"),
 )
+
+NOT_COLLECTED = ("mutants", "soak", "fuzz", "spark", "stateful", "crash", "moves")
+"""Folders of tests that are not collected ahead."""
 
 ONE_VERSION = ("-k", "not postgresql-15 and not postgresql-16")
 """One server version is enough: what differs between them is not what is planted."""
@@ -83,9 +88,12 @@ class Field:
         compile_dir(self.tree, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         self._said = folder / "said"
         self._warm = self._warmed()
+        self._collected: Collected | None = None
 
     def close(self) -> None:
         """End what has been started."""
+        if self._collected is not None:
+            self._collected.close()
         with self._warm:  # closes its pipes, by which it ends
             pass
 
@@ -116,11 +124,15 @@ class Field:
         file = self.tree / mutant.file
         whole = file.read_text()
         try:
-            file.write_text(whole.replace(mutant.before, mutant.after))
+            changed = whole.replace(mutant.before, mutant.after)
+            file.write_text(changed)
             tests = [f"tests/{test}" for test in mutant.tests]
-            code, took, said = self._pytest(
-                [*OPTIONS, *tests], mutant.seconds, alone=mutant.file.startswith("migrations/")
-            )
+            if mutant.by_machine and self._can_fork(whole, changed, tests):
+                code, took, said = self._forked(mutant, whole, changed, tests)
+            else:
+                code, took, said = self._pytest(
+                    [*OPTIONS, *tests], mutant.seconds, alone=mutant.file.startswith("migrations/")
+                )
         finally:
             file.write_text(whole)
         if code is None:
@@ -129,6 +141,30 @@ class Field:
         if mutant.by_machine and code not in (0, NO_TESTS) and "ERROR: not found:" not in said:
             fate = Fate.CAUGHT
         return Verdict(mutant=mutant, fate=fate, seconds=took, said=said)
+
+    def _can_fork(self, whole: str, changed: str, tests: Sequence[str]) -> bool:
+        """Tell whether the process that has collected the tests can make the change."""
+        if patches(whole, changed) is None:
+            return False
+        if self._collected is None:
+            self._collected = Collected(self)
+        return self._collected.names.issuperset(tests)
+
+    def _forked(
+        self, mutant: Mutant, whole: str, changed: str, tests: Sequence[str]
+    ) -> tuple[int | None, float, str]:
+        """Run tests as `_pytest` does, in a fork of the process that has collected them."""
+        assert self._collected is not None
+        given = {
+            "file": mutant.file,
+            "before": whole,
+            "after": changed,
+            "tests": tests,
+            "said": str(self._said),
+            "seconds": mutant.seconds,
+        }
+        answer = self._collected.ask(given)
+        return answer["code"], answer["seconds"], self._said.read_text(errors="replace")
 
     def _pytest(
         self, arguments: list[str], seconds: float, *, alone: bool
@@ -184,6 +220,48 @@ class Field:
                     os.killpg(process.pid, signal.SIGKILL)
                 raise
         return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+class Collected:
+    """The process of `tests.mutants.collected`; it is started when it is first needed."""
+
+    def __init__(self, ground: Field) -> None:
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        options = ("-q", "--no-header", "--tb=short", "-p", "no:cacheprovider", *ONE_VERSION)
+        folders = sorted(
+            str(path.relative_to(ground.tree))
+            for path in ground.tree.glob("tests/*/")
+            if any(path.glob("test_*.py")) and path.name not in NOT_COLLECTED
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *options, "-p", "tests.mutants.collected", *folders],
+            cwd=ground.tree,
+            env=ground.environment | {"SAF_REQUESTS": f"{requests}", "SAF_ANSWERS": f"{answers}"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(requests, answers),
+            start_new_session=True,
+        )
+        os.close(requests)
+        os.close(answers)
+        self._to = os.fdopen(self._requests, "w")
+        self._from = os.fdopen(self._answers)
+        self.names: frozenset[str] = frozenset(json.loads(self._from.readline() or "[]"))
+        """The tests that it has collected."""
+
+    def ask(self, given: Mapping[str, Any]) -> Any:
+        """Have a mutant's tests run; see `tests.mutants.collected`."""
+        self._to.write(f"{json.dumps(given)}\n")
+        self._to.flush()
+        return json.loads(self._from.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self._to.close()
+        self._from.close()
+        self._process.wait()
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import operators, recording
-from tests.mutants.generated import FOLDERS, Generated
-from tests.mutants.mutant import ROOT, harmless
+from tests.mutants.generated import FOLDERS, Generated, harmless
+from tests.mutants.mutant import ROOT
 from tests.mutants.operators import changes, compiles
 from tests.mutants.planting import Fate, Field, field
 from tests.mutants.recording import Recordings
@@ -52,6 +52,14 @@ def recordings(ground: Field, tmp_path_factory: pytest.TempPathFactory) -> Recor
 @pytest.mark.parametrize("module", [operators, recording])
 def test_the_examples_are_true(module: object) -> None:
     assert doctest.testmod(module).failed == 0  # type: ignore[arg-type] # it is a module
+
+
+def test_each_harmless_change_says_why_and_is_listed_once() -> None:
+    listed = harmless()
+    assert all(sorted(one) == ["after", "before", "file", "why"] for one in listed)
+    assert all(one["why"] and (ROOT / one["file"]).is_file() for one in listed)
+    changes_ = [(one["file"], one["before"], one["after"]) for one in listed]
+    assert len({*changes_}) == len(changes_)
 
 
 def test_changes_are_of_what_is_done_and_not_of_what_is_said() -> None:
@@ -114,7 +122,7 @@ def test_each_change_is_drawn_with_the_tests_that_execute_it_and_they_notice_it(
         one.name: Fate.CAUGHT for one in drawn
     }
     assert not any(one.stale() for one in drawn)
-    known = [harmless("known", SIGNING, one.before, one.after, "for the test") for one in drawn]
+    known = [{"file": SIGNING, "before": one.before, "after": one.after} for one in drawn]
     left = Generated(recordings, known[1:], ["saf/signing"]).draw(500, 7, f"line {line}:")
     assert [one.name for one in left] == [drawn[0].name]
 

@@ -119,7 +119,7 @@ def test_what_cannot_be_sent_is_said_in_one_sentence(config: Path) -> None:
         (scores(1).select("service", "body", "body"), {}, "there are two columns 'body'"),
         (scores(1), {"log": "inbox"}, "sent messages go into an outbox"),
         (scores(1), {"txnAppId": "a"}, "txnAppId and txnVersion go together"),
-        (scores(1), {"subscription": "a"}, "the option subscription is one of streams"),
+        (scores(1), {"subscription": "a"}, "the option subscription is only for streams"),
         (scores(1), {"broker": "app,other"}, "go into one outbox"),
     ):
         with pytest.raises(Exception, match=said):

@@ -126,7 +126,7 @@ def test_what_is_wrong_is_said_in_one_sentence(app: Dsn, config: Path) -> None:
     ):
         with pytest.raises(Exception, match=said):
             stream(config, **options)
-    with pytest.raises(Exception, match="the option subscription is one of streams"):
+    with pytest.raises(Exception, match="the option subscription is only for streams"):
         session().read.format("saf").options(
             broker="app", log="outbox", config=str(config), subscription="lake"
         ).load().count()

@@ -337,7 +337,7 @@ def test_what_can_be_no_archive_is_said(tables: Tables, wrong: str) -> None:
 def test_streams_and_sinks_have_no_archive(tables: Tables, tmp_path: Path) -> None:
     given = {"broker": "app", "config": str(tables.config), "log": "outbox"}
     more = {**given, "archive": str(tmp_path), "subscription": "lake"}
-    refused = "the option archive is one of batch reads: spark.read"
+    refused = "the option archive is only for batch reads: spark.read"
     stream = tables.spark.readStream.format("saf").options(**more).load()
     query = stream.writeStream.format("noop").option("checkpointLocation", str(tmp_path)).start()
     with pytest.raises(Exception, match=refused):

@@ -171,6 +171,6 @@ def test_what_the_locale_cannot_encode_is_printed_nevertheless() -> None:
 
 def test_a_destination_is_needed_only_where_messages_are_delivered(tmp_path: Path) -> None:
     assert refused(tmp_path, BROKER).endswith(
-        "saf.toml: [destinations.NAME] is missing, to which messages are delivered"
+        "saf.toml: [destinations.NAME] is missing: messages need a destination"
     )
     assert [*load(tmp_path / "saf.toml", delivers=False).brokers] == ["a"]

@@ -58,7 +58,7 @@ def test_brokers_that_are_none_are_refused_with_what_is_wrong(text: str, said: s
         (SECRET, "sasl_oauthbearer_client_secret needs security_protocol"),
         ({"username": "saf"}, "username needs security_protocol"),
         ({"ca_file": "/ca.pem"}, "certificates need security_protocol"),
-        ({"security_protocol": "SSL", "key_file": "/k"}, "are given together"),
+        ({"security_protocol": "SSL", "key_file": "/k"}, "belong together"),
         ({"security_protocol": "SSL", "key_password": "x"}, "key_password needs key_file"),
         ({"security_protocol": "TLS"}, "Input should be"),
         ({"marks_topic": "saf/marks"}, "is not a topic's name"),

@@ -48,7 +48,10 @@ def file(tmp_path: Path) -> Path:
             '[fleets.f]\ndsn = "dbname=x"\ndatabases = "*"\n[brokers."f/one"]\ndsn = "dbname=one"',
             "brokers.f/one: names like this belong to the fleet",
         ),
-        ('[fleets."a/b"]\ndsn = "dbname=x"\ndatabases = "*"', "a fleet's name holds no '/'"),
+        (
+            '[fleets."a/b"]\ndsn = "dbname=x"\ndatabases = "*"',
+            "a fleet's name must not contain '/'",
+        ),
     ],
 )
 def test_what_contradicts_itself_is_refused_by_its_name(file: Path, more: str, said: str) -> None:

@@ -90,7 +90,7 @@ def commit(
     after = table.version()
     if after == before or not all(map(files.there, map(file_of, (before, after)))):
         # deltalake creates missing folders, for example where a disk is no longer mounted
-        raise Unavailable(what, "its table was taken away during a commit")
+        raise Unavailable(what, "its table was removed during a commit")
     sync(table, files, before)
     return True
 

@@ -121,7 +121,7 @@ class Nats(QueueSettings):
             if getattr(self, name) is not None
         ]
         if len(logins) > 1:
-            raise ValueError(f"{' and '.join(logins)} are several logins: give one")
+            raise ValueError(f"{' and '.join(logins)} are several logins: set one")
         return self
 
     @property

@@ -184,7 +184,7 @@ class Streams:
             batches = rows["batch"].to_numpy()
         ids = rows["id"].to_numpy()
         if ids.max() >> ROW_BITS:
-            raise unusable(self.what, f"a row's id, {ids.max():,}, has too many bits", "tell us")
+            raise unusable(self.what, f"a row's id, {ids.max():,}, is too large", "tell us")
         parts = np.stack([place, batches >> BATCH_BITS, messages.topic])
         streams: dict[Place, set[str]] = {key: set() for key in places}
         for index, topic in np.unique(parts[[0, 2]], axis=1).T.tolist():

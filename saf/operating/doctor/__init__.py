@@ -315,7 +315,7 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
             where=where,
             severity="error",
             what="; ".join([f"could not look: {error.diag.message_primary}", *_holders(patient)]),
-            cure="let it commit or roll back, as the check locks says; then run the doctor again",
+            cure="end the transaction that the check locks names; then run the doctor again",
         )
     except psycopg.errors.InsufficientPrivilege as error:
         yield Finding(
@@ -363,6 +363,6 @@ def _disagreements(patients: list[Patient]) -> Iterator[Finding]:
                 check="clocks_agree",
                 where=f"{first.where} and {other.where}",
                 severity="warning",
-                what=f"their clocks differ by {seconds:.0f} s: a range of time is not the same",
+                what=f"their clocks differ by {seconds:.0f} s: their ranges of time differ",
                 cure="let both follow the same time servers (NTP)",
             )

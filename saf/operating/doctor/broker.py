@@ -88,7 +88,7 @@ def rights(patient: Patient) -> Found:
         yield (
             "error",
             f"role {user!r} lacks what a forwarder needs: {', '.join(lacking)}",
-            f"as the owner, saf grant --role forwarder {user}, and --role for whatever else it is",
+            f"as the owner, saf grant --role forwarder {user}, and --role for its other duties",
         )
 
 
@@ -140,8 +140,8 @@ def constraints(patient: Patient) -> Found:
             "warning",
             f"constraint {name!r} of saf.{table} holds for new rows only: it was added to existing "
             "rows, which may violate it, so readers check each row",
-            f"as the owner, {command.as_string(None)}: it reads the table, and nobody waits for "
-            "it. It fails if a row violates it: then once that is purged",
+            f"as the owner, {command.as_string(None)}: it reads the table, and blocks "
+            "no session. It fails while a row violates it: then repeat it after a purge",
         )
 
 
@@ -252,8 +252,8 @@ def forged(patient: Patient) -> Found:
                     "future transactions, written by a role that may write any column: readers "
                     "do not get these messages, and their slots are not purged",
                     f"as the owner, UPDATE saf.{log} SET txid = DEFAULT WHERE txid >= "
-                    "pg_snapshot_xmax(pg_current_snapshot()), and take INSERT on the table from "
-                    "whoever sends: what the check forgers says, or saf grant --role writer …",
+                    "pg_snapshot_xmax(pg_current_snapshot()), and revoke INSERT on the table "
+                    "from its senders: as the check forgers shows, or by saf grant --role writer …",
                 )
 
 
@@ -264,7 +264,7 @@ def forgers(patient: Patient) -> Found:
             "error" if holder == "PUBLIC" else "warning",
             f"{holder} and its members may write any column of saf.{tables[0]}"
             f"{f' and {len(tables) - 1} more tables' if tables[1:] else ''}, as no kind of role "
-            "may: a message with a transaction that is still to come is never forwarded",
+            "may: a message with a future transaction is never forwarded",
             grants.forgers_cure(holder),
         )
 
@@ -345,7 +345,7 @@ def _abandoned(
         "error",
         f"the stream {name!r} of the {log} has not committed {counted(count, 'message')}, the "
         f"oldest for {age:.0f} s, and {last}; the slots that they are in cannot be purged",
-        "start its query, or look at its log; if nobody needs it any more, "
+        "start its query, or look at its log; if it is no longer needed, "
         + patient.command("subscription", "drop", name, "--stream", log),
     )
 
@@ -384,7 +384,7 @@ def parked_by(config: Settings) -> Check:
             found = cursor.execute(LANES, params).fetchall()
         for row in found:
             next_step = (
-                "is not tried again before an operator says so"
+                "is not tried again until an operator retries it"
                 if row.braked
                 else f"is tried again at {row.next_attempt_at.isoformat()}"
             )
@@ -412,14 +412,15 @@ def _what_helps(patient: Patient, config: Settings, row: Failing) -> str:
         create = shlex.join(("saf", "service", "create", row.subject, "--broker", row.destination))
         hint = did_you_mean(row.subject, _living(config, row.destination))
         return (
-            f"{create}; or, if the sender has misspelt it{hint}, correct the sender, and give up "
-            f"what waits: {patient.command('parked', 'discard', *lane_of, '--why', 'misspelt')}"
+            f"{create}; or, if the sender has misspelt it{hint}, correct the sender, and discard "
+            "the waiting messages: "
+            f"{patient.command('parked', 'discard', *lane_of, '--why', 'misspelt')}"
         )
     if row.unrouted and row.broker is None:
         return patient.command("route", "add", "DESTINATION", "--service", row.subject)
     if row.needs_operator and row.destination:
         retry = patient.command("parked", "retry-now", "--destination", row.destination)
-        return f"do what the error says; then {retry}"
+        return f"fix the cause that the error names; then {retry}"
     return "fix the cause that the error names; no message is lost"
 
 

@@ -161,7 +161,7 @@ def routes_by(config: Settings) -> Check:
             if route.broker is not None and instead not in (None, route.broker):
                 yield (
                     "warning",
-                    f"the route of {describe(route)} never counts: that destination is broker "
+                    f"the route of {describe(route)} is never used: that destination is broker "
                     f"{instead}",
                     _removed(patient, configured[route]),
                 )
@@ -195,7 +195,7 @@ def routes_by(config: Settings) -> Check:
 def _removed(patient: Patient, entry: Configured) -> str:
     """Return the command that removes a route; a route from saf.toml has no row to remove."""
     if entry.origin != "saf.route":
-        return "take it out of saf.toml"
+        return "remove it from saf.toml"
     return patient.command("route", "remove", *_named(entry.route))
 
 
@@ -259,7 +259,7 @@ def dialogs_expired(patient: Patient) -> Found:
             "error",
             f"the lifetime of {counted(count, 'dialog')} of service {service!r} is over, the "
             f"longest for {age(longest)}, and no receiver has noticed: none is running",
-            f"start the consumer of {service!r}: it gets an Error for each of them",
+            f"start the consumer of {service!r}: it gets an Error for each dialog",
         )
 
 
@@ -283,7 +283,7 @@ def dialogs_blocked(patient: Patient) -> Found:
             f"subscription {name!r} has {counted(count, 'message')} of "
             f"{counted(dialogs, 'dialog')} that wait for an earlier one, the oldest for "
             f"{age(oldest)}, such as those of conversation {first}",
-            "look for the earlier one where the other end lives: saf outbox list --key "
+            "search for the earlier message at the other end's broker: saf outbox list --key "
             f"{first}, saf dead list --key {first}; {patient.command('dialog', 'compare')} lets "
             "both ends compare",
         )

@@ -168,7 +168,7 @@ def clock_skew(patient: Patient) -> Found:
         yield (
             "warning",
             f"its clock is {abs(seconds):.0f} s {'ahead of' if seconds > 0 else 'behind'} this "
-            "machine's: times given here, such as deliver_at, mean others there",
+            "machine's: times such as deliver_at mean different moments there",
             "let both follow the same time servers (NTP)",
         )
 

@@ -133,7 +133,7 @@ def apply(
         now = difference(connection, wanted, prune=prune)
         if now != shown or now.refused.keys() != shown.refused.keys():
             raise ConfigurationError(
-                "somebody else has changed it in between: nothing was done; run the command again"
+                "it was changed in between: nothing was done; run the command again"
             )
         for change in shown.changes:
             change.make(connection, discard=discard)

@@ -79,7 +79,7 @@ class Soap(Call):
         class OnlyFiles(library.Transport):  # type: ignore[misc]
             def load(self, url: str) -> Any:
                 if urlsplit(url).scheme in ("http", "https", "file"):
-                    raise ConfigurationError(f"{wsdl} imports {url}: store that beside it")
+                    raise ConfigurationError(f"{wsdl} imports {url}: store that file beside it")
                 return super().load(url)
 
             def post_xml(self, _: str, envelope: Any, headers: Any) -> Any:

@@ -239,7 +239,7 @@ class Endpoint(BaseModel):
         if None in oauth and any(value is not None for value in (*oauth, self.scope)):
             raise ValueError("token_url, client_id and client_secret belong together")
         if sum(value is not None for value in (self.user, self.bearer, self.token_url)) > 1:
-            raise ValueError("either user and password, or bearer, or token_url, and not two")
+            raise ValueError("set only one of user and password, bearer, token_url")
         if self.client_key is not None and self.client_certificate is None:
             raise ValueError("client_key without client_certificate")
         if (self.proxy_user is None) != (self.proxy_password is None):
@@ -262,9 +262,9 @@ class Endpoint(BaseModel):
         if self.mode != "batch" and (self.batch_messages or self.batch_of):
             raise ValueError('batch_messages and batch_of without mode = "batch"')
         if self.mode == "batch" and self.reply:
-            raise ValueError('mode = "batch" and reply: an answer would be to several messages')
+            raise ValueError('mode = "batch" and reply: one answer would reply to several messages')
         if self.batch_of == "key" and self.rate_per_key is not None:
-            raise ValueError('batch_of = "key" and rate_per_key: its messages would go together')
+            raise ValueError('batch_of = "key" and rate_per_key: its messages would go at once')
         if self.template is not None and self.mode not in ("binary", "plain"):
             raise ValueError('template without mode = "binary" or "plain"')
         if self.template is None and self.template_type is not None:

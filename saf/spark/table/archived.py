@@ -150,8 +150,8 @@ def plan(
     if found.files and found.incarnation != log.incarnation:
         raise ConfigurationError(
             f"the option archive: broker {broker!r} was repaired after it was set back, so {place} "
-            "may have messages that its log has again. Let saf purge archive into another place, "
-            "and read this archive alone"
+            "may have messages that its log has again. Let saf purge write to another "
+            "archive, and read this one separately"
         )
     return [
         Archived(what=what, broker=broker, table=settings, paths=paths, in_log=found.in_log)

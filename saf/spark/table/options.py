@@ -309,7 +309,7 @@ def refuse(options: Options, names: Iterable[str], whose: str) -> None:
     """
     for name in names:
         if name in options.given:
-            raise ConfigurationError(f"the option {name} is one of {whose}, or leave it out")
+            raise ConfigurationError(f"the option {name} is only for {whose}: omit it")
 
 
 def subscription_of(options: Options) -> str:

@@ -600,18 +600,27 @@ MUTANTS: list[Mutant] = [
         "saf/broker/migrate.py",
         "        if revision is None:\n"
         '            raise RowsGone(database, ["saf.alembic_version is empty"])\n'
-        "        if revision == BEFORE_BASELINE:",
-        "        if revision is None:\n            pass\n        elif revision == BEFORE_BASELINE:",
+        "        if revision in BEFORE_BASELINE:",
+        "        if revision is None:\n            pass\n        elif revision in BEFORE_BASELINE:",
         "migration/test_migrations.py::"
         "test_a_copy_of_the_schema_alone_is_told_what_to_do_whoever_asks",
     ),
     mutant(
-        "a database at the last step before the baseline is not taken for one at it",
+        "a database at a step before the baseline is not taken over",
         "saf/broker/migrate.py",
-        "        if revision == BEFORE_BASELINE:\n",
+        "        if revision in BEFORE_BASELINE:\n",
         "        if False:\n",
         "migration/test_migrations.py::"
-        "test_the_last_step_before_the_first_revision_is_taken_for_it",
+        "test_a_database_at_a_step_before_the_first_revision_is_taken_over",
+    ),
+    mutant(
+        "a database that is taken over loses the keys of its watermarks",
+        "migrations/baseline/keys.sql",
+        "\nUNION ALL\n"
+        "SELECT 'watermark', ARRAY[source::text, shard::text, lane] FROM saf.watermark;",
+        ";",
+        "migration/test_migrations.py::"
+        "test_a_database_that_is_taken_over_keeps_its_rows_and_their_keys",
     ),
     mutant(
         "a database at an older step is not told the way out",

@@ -54,8 +54,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "orphans stay for ever",
         STAGING,
-        "return discard(connection, orphans) if orphans else 0",
-        "return len(orphans or ())",
+        "DELETE FROM saf.staged WHERE attempt < {NUMBERS",
+        "DELETE FROM saf.staged WHERE attempt < 0 * {NUMBERS",
         f"{SINKS}::test_orphans_are_collected_by_a_purge_and_counted",
     ),
     mutant(
