@@ -72,7 +72,7 @@ from saf.routing.resolved import Resolved
 from saf.routing.routes import add_route
 from saf.signing.signer import Key, Signer
 from saf.signing.verifier import Keys
-from saf.telemetry.spans import traced
+from saf.telemetry.tracing import traced
 
 install(Dialogs())
 

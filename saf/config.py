@@ -16,7 +16,7 @@
     [endpoints.billing]                  # where `saf dispatch` sends what services have received
     url = "https://billing.example.com/hooks"
 
-Fleets list many similar sources; see `saf.operating.fleets`:
+Fleets list many similar sources; see `saf.operating.places`:
 
     [fleets.tenants]                     # brokers tenants/tenant_1, tenants/tenant_2, …
     dsn = "postgresql://saf_forwarder@db2/postgres?password=${TENANTS_PASSWORD}"
@@ -127,7 +127,7 @@ class Broker(_Table):
 
 
 class Fleet(_Table):
-    """A set of databases whose outboxes are forwarded; see `saf.operating.fleets`."""
+    """A set of databases whose outboxes are forwarded; see `saf.operating.places`."""
 
     dsn: DsnField
     """Connection string of the database that lists the members."""

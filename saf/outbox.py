@@ -33,7 +33,7 @@ import psycopg
 from psycopg.pq import PipelineStatus
 
 from saf.columns import SENT
-from saf.database import parameters
+from saf.database import queries
 from saf.errors import InvalidMessage
 from saf.message import (
     DEFAULT_MAX_BYTES,
@@ -290,7 +290,7 @@ def copied(transaction: Transaction, rows: Sequence[Row]) -> bool:
         return False
     # a separate cursor, because the caller's may be in use
     with psycopg.Cursor(connection) as cursor, cursor.copy(COPY) as copy:
-        for row in parameters.in_rows(connection, rows):
+        for row in queries.in_rows(connection, rows):
             copy.write_row(row)
     return True
 

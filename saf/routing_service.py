@@ -35,7 +35,7 @@ from uuid import UUID, uuid5
 import psycopg
 
 from saf.columns import SENT
-from saf.database import parameters
+from saf.database import queries
 from saf.dialogs.arrival import end_too
 from saf.dialogs.endpoints import columns
 from saf.dialogs.passing import begin_partner, partner, pass_on
@@ -56,7 +56,7 @@ from saf.routing.routers import load
 from saf.routing.routes import NOTHING, Declared, configuration, router_that_forwards
 from saf.setaside.dropped import Reason
 from saf.setaside.parking import ADDRESS
-from saf.telemetry.spans import processing
+from saf.telemetry.tracing import processing
 from saf.transaction import enter
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class RoutingService(Loop):
         if self.signer is not None:
             rows = [row | _signed(self.signer, row) for row in rows]
         if rows:
-            raw.execute(SEND_ON, parameters.in_arrays(raw, columns(SENT_ON, rows)))
+            raw.execute(SEND_ON, queries.in_arrays(raw, columns(SENT_ON, rows)))
 
     @property
     def _too_far(self) -> str:

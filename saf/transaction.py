@@ -32,8 +32,8 @@ from saf.database import (
     SCHEMA_REVISION,
     Meaning,
     meaning,
-    parameters,
     pinned,
+    queries,
     require_schema,
 )
 from saf.database.dsn import unprepared
@@ -289,7 +289,7 @@ class _Psycopg(OnPsycopg):
         return self.connection
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
-        params = params and parameters.in_arrays(self.connection, params)
+        params = params and queries.in_arrays(self.connection, params)
         psycopg.Cursor(self.connection).execute(statement, params, prepare=self.prepare)
 
     def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
@@ -333,7 +333,7 @@ class _SQLAlchemy:
 
     def execute(self, statement: str, params: Mapping[str, Any] | None = None) -> None:
         if params and (raw := self._psycopg) is not None:
-            params = parameters.in_arrays(raw, params)
+            params = queries.in_arrays(raw, params)
         with self._unprepared():
             self.connection.execute(_text(statement), params)
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from saf.cli.console import Listing
-from saf.cli.progress import ProgressBar
+from saf.cli.forward import ProgressBar
 from saf.config import Broker, Forwarder, Route, Router, Settings
 from saf.destinations.postgresql import Postgresql
 from saf.destinations.settings import DestinationSettings

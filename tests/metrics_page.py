@@ -1,4 +1,4 @@
-"""docs/metrics.md: every metric, from what `saf.telemetry.declared` says of it.
+"""docs/metrics.md: every metric, from what `saf.telemetry.metrics` says of it.
 
 python -m tests.metrics_page      # writes the page
 """
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from saf.operating.figures import KEPT_SECONDS, MOST, SERVICES
 from saf.operating.watch import FRESH_SECONDS, PATIENCE_SECONDS
-from saf.telemetry.declared import METRICS, Metric
-from saf.telemetry.process import MOST_SERIES, OTHER
+from saf.telemetry.metrics import METRICS, MOST_SERIES, OTHER, Metric
 
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 

@@ -95,7 +95,7 @@ proctype World()
            next_message < MESSAGES ->
            source.sent++; source.says[source.sent] = next_message; next_message++
        }
-    :: atomic {                                             /* decide_parked, not of a lane in hand */
+    :: atomic {                                             /* HeldParked, not of a lane in hand */
            decisions > 0 && source.parked && !is_in_hand ->
            select(one: 1 .. MESSAGES);
            if

@@ -22,35 +22,25 @@ import typer
 from saf.cli import (
     apply,
     broker,
-    contract,
-    dead,
-    destination,
     dialog,
     doctor,
     endpoint,
     forward,
-    inbox,
     init,
-    members,
-    message,
+    messages,
     metrics,
-    outbox,
-    parked,
     purge,
-    rebase,
-    reconcile,
-    replay,
+    repair,
     route,
     router,
     schema,
-    sender,
     service,
+    set_aside,
     status,
-    subscription,
-    transform,
     ui,
     worker,
 )
+from saf.cli.brokers import Commands
 from saf.cli.console import (
     INTERRUPTED,
     echo,
@@ -65,7 +55,7 @@ from saf.cli.console import (
 from saf.database import REVISION
 from saf.errors import SafError, UsageError
 from saf.telemetry import carried
-from saf.telemetry.log_lines import trace_ids
+from saf.telemetry.tracing import trace_ids
 
 DEMO = "saf_demo"
 """Package of the demos. It imports saf, so saf finds it by its name only."""
@@ -99,10 +89,9 @@ def _no_demo() -> None:
     )
 
 
-app = typer.Typer(
+app = Commands(
     name="saf",
     epilog=in_words(),
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -125,10 +114,10 @@ app.command("migrate")(schema.migrate)
 app.command("apply")(apply.command)
 app.command("export")(apply.export)
 app.command("grant")(schema.grant)
-app.add_typer(sender.app, name="sender")
+app.add_typer(schema.sending, name="sender")
 app.command("forward", epilog=in_words())(forward.command)
-app.command("status")(status.command)
-app.command("members")(members.command)
+app.command("status")(status.status)
+app.command("members")(status.members)
 app.command("metrics")(metrics.command)
 app.command("ui")(ui.command)
 app.command("worker")(worker.command)
@@ -139,23 +128,23 @@ app.add_typer(broker.fleets, name="fleet")
 app.add_typer(route.app, name="route")
 app.add_typer(route.topics, name="topic")
 app.add_typer(router.app, name="router")
-app.add_typer(transform.app, name="transform")
+app.add_typer(router.transforms, name="transform")
 app.add_typer(service.app, name="service")
-app.add_typer(subscription.app, name="subscription")
-app.command("message")(message.command)
-app.add_typer(outbox.app, name="outbox")
-app.add_typer(inbox.app, name="inbox")
+app.add_typer(service.subscriptions, name="subscription")
+app.command("message")(messages.message)
+app.add_typer(messages.outboxes, name="outbox")
+app.add_typer(messages.inboxes, name="inbox")
 app.add_typer(dialog.app, name="dialog")
-app.add_typer(contract.app, name="contract")
-app.add_typer(parked.app, name="parked")
-app.add_typer(dead.app, name="dead")
-app.add_typer(destination.app, name="destination")
-app.add_typer(destination.lake, name="lake")
+app.add_typer(dialog.agreements, name="contract")
+app.add_typer(set_aside.parking, name="parked")
+app.add_typer(set_aside.letters, name="dead")
+app.add_typer(doctor.destinations, name="destination")
+app.add_typer(doctor.lakes, name="lake")
 app.command("purge")(purge.command)
-app.command("reconcile")(reconcile.command)
-app.command("replay")(replay.command)
-app.command("rebase")(rebase.command)
-app.command("doctor")(doctor.command)
+app.command("reconcile")(repair.reconcile_)
+app.command("replay")(repair.replay)
+app.command("rebase")(repair.rebase_)
+app.command("doctor")(doctor.doctor)
 if (demo := _demo()) is _no_demo:
     app.command("demo", context_settings=ANY_OPTIONS)(demo)
 else:

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Config, Round, Where, chosen, everywhere
-from saf.cli.console import Listing, echo
+from saf.cli.brokers import AsJson, Config, Everywhere, Round, Where
+from saf.cli.console import Table, echo
 from saf.cli.route import warn_of_early
-from saf.config import Broker, Settings, load
+from saf.config import Settings, load
 from saf.database import Dsn
 from saf.errors import ConfigurationError, UsageError
-from saf.operating.fleets import Listing as Found
-from saf.operating.plans.difference import Difference, broker_id, difference, listed
+from saf.operating.places import Listing as Found
+from saf.operating.places import chosen
+from saf.operating.plans.difference import Change, Difference, broker_id, difference, listed
 from saf.operating.plans.difference import apply as make_good
 from saf.operating.plans.file import BrokerPlan, Plan, as_tables, broker_plan, check, document, read
 from saf.operating.plans.tables import OTHER, Entries
@@ -27,6 +29,14 @@ HEADER = (
     "# What the brokers have, as `saf export` has found it; `saf apply FILE` makes them so again.",
     "# A table that is left out stays unchanged; an empty table means that no entry exists.",
 )
+
+CHANGES = Table[Change](
+    *("to do", "what"),
+    below="with",
+    cells=lambda change: (
+        change.action, change.table.described(change.key), "; ".join(change.details())
+    ),
+)  # fmt: skip
 
 
 def command(
@@ -56,12 +66,14 @@ def command(
     settings, plan = load(config), read(file)
     check(plan, settings)
     places, wanted = _wanted(settings, plan, broker)
-    round_ = Round(places)
+    round_ = Round(places, settings)
 
-    def compare(connection: psycopg.Connection[Any], item: Broker) -> tuple[str, Difference]:
-        return broker_id(connection), difference(connection, wanted[item.dsn], prune=prune)
+    def compare(connection: psycopg.Connection[Any], dsn: Dsn) -> tuple[str, Difference]:
+        return broker_id(connection), difference(connection, wanted[dsn], prune=prune)
 
-    found = round_.visit("apply", compare)
+    found = round_.visit_each(
+        "apply", {name: partial(compare, dsn=item.dsn) for name, item in places.brokers.items()}
+    )
     _refuse_twins({name: identity for name, (identity, _) in found.items()})
     differences = {name: item for name, (_, item) in found.items()}
     to_do = {name: item for name, item in differences.items() if item.changes}
@@ -71,13 +83,19 @@ def command(
     if to_do and not dry_run:
         if not yes:
             _ask(as_json=as_json)
-        changing = Round({name: places.brokers[name] for name in to_do})
-        shown = {places.brokers[name].dsn: item for name, item in to_do.items()}
-        done = changing.visit(
+        changing = round_.among(to_do)
+        done = changing.visit_each(
             "apply",
-            lambda connection, item: make_good(
-                connection, wanted[item.dsn], shown[item.dsn], prune=prune, discard=discard
-            ),
+            {
+                name: partial(
+                    make_good,
+                    wanted=wanted[places.brokers[name].dsn],
+                    shown=item,
+                    prune=prune,
+                    discard=discard,
+                )
+                for name, item in to_do.items()
+            },
         )
         round_.failed += changing.failed
         if not as_json:
@@ -92,13 +110,12 @@ def command(
     round_.finish(say=not as_json)
 
 
-def export(config: Config = None, broker: Where = None) -> None:
+def export(*, round_: Everywhere) -> None:
     """Print a plan with everything that brokers have.
 
     Without --broker: all brokers and destinations of saf.toml.
     """
-    round_ = Round(everywhere(load(config), broker))
-    found = round_.visit("export", lambda connection, _: _listed(connection))
+    found = round_.visit("export", _listed)
     for line in _exported(found):
         echo(line)
     round_.finish(say=True)
@@ -106,14 +123,8 @@ def export(config: Config = None, broker: Where = None) -> None:
 
 def show(differences: Mapping[str, Difference]) -> None:
     """Print the changes to make, and what stays."""
-    listing = Listing("broker", "to do", "what", below="with")
-    for name, item in differences.items():
-        for change in item.changes:
-            what = change.table.described(change.key)
-            listing.add(name, change.action, what, below="; ".join(change.details()))
-    if any(item.changes for item in differences.values()):
-        listing.show()
-    elif differences:
+    CHANGES.show_any({name: item.changes for name, item in differences.items()})
+    if differences and not any(item.changes for item in differences.values()):
         echo("nothing to do: the brokers are as the plan says")
     for name, item in differences.items():
         if item.refused:

@@ -8,19 +8,18 @@ from typing import Annotated
 
 import typer
 
-from saf.cli.brokers import AsJson, Config, Round, Where, everywhere
-from saf.cli.console import Listing, echo
-from saf.cli.tables import Table
+from saf.cli.brokers import AsJson, Commands, Config, Everywhere, round_at
+from saf.cli.console import Table, echo
 from saf.config import Broker, Settings, load
 from saf.database import unavailable_if_lost
 from saf.errors import UsageError
-from saf.operating.fleets import memory
+from saf.operating.places import Member, everywhere, memory
 from saf.operating.repair.new_id import Renewed, give_new_id, place
 from saf.operating.status import Identity, identity
 from saf.operating.wording import counted
 
-app = typer.Typer(no_args_is_help=True, help="Brokers: the databases with the schema saf.")
-fleets = typer.Typer(no_args_is_help=True, help="Members of fleets, and which are missing.")
+app = Commands(help="Brokers: the databases with the schema saf.")
+fleets = Commands(help="Members of fleets, and which are missing.")
 
 BROKERS = Table[tuple[list[str], Identity]](
     *("broker_id", "used as", "database", "shards", "schema", "PostgreSQL"),
@@ -30,20 +29,25 @@ BROKERS = Table[tuple[list[str], Identity]](
     ),
     plain=lambda row: {"used_as": row[0], **row[1].as_dict()},
 )  # fmt: skip
+MEMBERS = Table[Member](
+    *("member", "broker_id", "missing since"),
+    cells=lambda member: (
+        member.name, str(member.broker_id or ""), member.missing_since or ""
+    ),
+)  # fmt: skip
 
 
 @app.command("list")
-def list_(config: Config = None, broker: Where = None, as_json: AsJson = False) -> None:
+def list_(*, round_: Everywhere, as_json: AsJson = False) -> None:
     """Show each broker with its broker_id.
 
     Routes by broker, and messages to one broker, name the broker_id. The list also shows whether
     saf.toml has the broker as a source, as a destination, or as both.
     """
-    settings = load(config)
-    round_ = Round(everywhere(settings, broker))
-    found = round_.visit("broker", lambda connection, _: identity(connection))
-    rows = {name: [(_used_as(settings, name), row)] for name, row in found.items()}
-    round_.show_rows("brokers", rows, BROKERS, as_json=as_json)
+    found = round_.visit("broker", identity)
+    rows = {name: [(_used_as(round_.settings, name), row)] for name, row in found.items()}
+    answer = {"brokers": BROKERS.plain(rows)}
+    round_.report(answer, lambda: BROKERS.show(rows), as_json=as_json)
 
 
 @app.command("new-id")
@@ -68,9 +72,8 @@ def new_id(
     gives it a new one. The original still sends the messages that were pending when the copy was
     made. Log in as the owner of the copy's schema, and stop its forwarders and receivers.
     """
-    settings = load(config)
-    round_ = Round(everywhere(settings, None))
-    places = round_.visit("broker", lambda connection, _: place(connection))
+    round_ = round_at(everywhere, config, None)
+    places = round_.visit("broker", place)
     if broker not in places:
         reason = dict(round_.failed).get(broker) or f"saf.toml names no broker {broker!r}"
         raise UsageError(f"--broker {broker}: {reason}")
@@ -97,7 +100,7 @@ def new_id(
             with round_.brokers[original].dsn.connect(role="rebase", autocommit=True) as other:
                 return give_new_id(copy, other)
 
-    copy = Round({broker: round_.brokers[broker]})
+    copy = round_.among([broker])
     for name, done in copy.each(renew).items():
         if as_json:
             row = asdict(done) | {"broker": name, "broker_id": str(done.broker_id)}
@@ -126,21 +129,9 @@ def list_members(config: Config = None, as_json: AsJson = False) -> None:
     registry = memory(settings)
     known = registry.known(list(settings.fleets)) if registry is not None else []
     if as_json:
-        rows = [
-            {
-                "member": member.name,
-                "fleet": member.fleet,
-                "broker_id": member.broker_id and str(member.broker_id),
-                "missing_since": member.missing_since,
-            }
-            for member in known
-        ]
-        echo(json.dumps({"members": rows}))
-        return
-    listing = Listing("member", "broker_id", "missing since")
-    for member in known:
-        listing.add(member.name, str(member.broker_id or ""), member.missing_since or "")
-    listing.show()
+        echo(json.dumps({"members": [member.as_dict() for member in known]}))
+    else:
+        MEMBERS.show_rows(known)
 
 
 @fleets.command()

@@ -1,56 +1,123 @@
-"""Shared code of commands that visit the brokers in saf.toml: their options, and the visit."""
+"""Options of commands that visit the brokers in saf.toml, and the visit itself, which is a `Round`.
+
+Some options together make one argument of a command, and commands that choose the same things share
+them, as `Options`. A command names them in the annotation of that argument:
+
+    DEAD = Options({"reason": Reason, "service": Service}, make=Filter)
+
+    app = Commands(help="Messages that need an operator's decision.")
+
+    @app.command()
+    def retry(*, round_: Brokers, criteria: Annotated[Filter, DEAD], why: Why = "") -> None: ...
+
+    saf dead retry --reason expired --why "…"
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Annotated, Any, TypeVar
+from types import NoneType
+from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 import psycopg
 import typer
 
 from saf.broker import health
-from saf.cli.console import INTERRUPTED, echo
-from saf.cli.options import Options
-from saf.cli.tables import Table, ends, say_next
-from saf.config import Broker, Settings, load
+from saf.cli.console import INTERRUPTED, Table, echo, ends, say_next
+from saf.config import Broker, Settings, did_you_mean, load
 from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import Background
-from saf.database.pages import Page
-from saf.errors import SafError, SchemaMissing, UsageError
-from saf.operating.fleets import Candidate, Listing
-from saf.operating.places import chosen, everywhere, store, stores
+from saf.database.queries import Page
+from saf.destinations.settings import DestinationSettings
+from saf.errors import ConfigurationError, SafError, SchemaMissing, UsageError
+from saf.operating.places import Candidate, Listing, chosen, everywhere, store, stores
 from saf.routing.matching import Routes
 from saf.routing.routes import current_routes
 
-__all__ = [
-    "AT_ONCE",
-    "GREATEST",
-    "MOST_ROWS",
-    "After",
-    "AsJson",
-    "Config",
-    "DryRun",
-    "Limit",
-    "Name",
-    "Round",
-    "Since",
-    "Store",
-    "Until",
-    "Where",
-    "Why",
-    "chosen",
-    "everywhere",
-    "moment",
-    "routes_of",
-    "store",
-    "stores",
-]
+
+@dataclass(frozen=True)
+class Options:
+    """Options by name, as Typer's annotations; those that may be None default to it.
+
+    ``make`` takes them all.
+    """
+
+    types: Mapping[str, Any]
+    make: Callable[..., Any]
+
+
+class Commands(typer.Typer):
+    """A group of commands, whose arguments may be groups of options."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(no_args_is_help=True, **options)
+
+    def command(self, *given: Any, **options: Any) -> Callable[[Callable[..., None]], Any]:
+        """Add a command, as Typer does; return the function unchanged."""
+        add = super().command(*given, **options)
+
+        def added(command: Callable[..., None]) -> Callable[..., None]:
+            add(grouped(command))
+            return command
+
+        return added
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for Typer, which has the options of each group in place of its argument.
+
+    >>> from typing import Annotated
+    >>> types = {"folder": Annotated[str, "…"], "file": Annotated[str | None, "…"]}
+    >>> PATH = Options(types, make="{folder}/{file}".format)
+    >>> shown = []
+    >>> def show(*, path: Annotated[str, PATH], twice: bool = False) -> None: shown.append(path)
+    >>> options = inspect.signature(grouped(show)).parameters
+    >>> {name: option.default is option.empty for name, option in options.items()}
+    {'folder': True, 'file': False, 'twice': False}
+    >>> grouped(show)(folder="etc", file="saf.toml")
+    >>> shown
+    ['etc/saf.toml']
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Options] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        hint = hints[parameter.name]
+        options = next((extra for extra in get_args(hint)[1:] if isinstance(extra, Options)), None)
+        if options is None:
+            parameters.append(parameter.replace(annotation=hint))
+            continue
+        groups[parameter.name] = options
+        parameters += [
+            inspect.Parameter(name, parameter.kind, default=_default(type_), annotation=type_)
+            for name, type_ in options.types.items()
+        ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        for argument, options in groups.items():
+            given[argument] = options.make(**{name: given.pop(name) for name in options.types})
+        command(**given)
+
+    del run.__wrapped__  # Typer would take the annotations from there
+    run.__annotations__ = {one.name: one.annotation for one in parameters} | {"return": None}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # it may be set
+    return run
+
+
+def _default(type_: Any) -> Any:
+    """Return None if the type of an option permits it; otherwise, the option is required."""
+    return None if NoneType in get_args(get_args(type_)[0]) else inspect.Parameter.empty
+
 
 T = TypeVar("T")
 
@@ -128,6 +195,20 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="List matches without ch
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
+def named(settings: Settings, destination: str) -> DestinationSettings:
+    """Return the settings of a destination in saf.toml.
+
+    Raises:
+        ConfigurationError: no destination has this name.
+    """
+    if destination not in settings.destinations:
+        raise ConfigurationError(
+            f"no [destinations.{destination}] in saf.toml"
+            f"{did_you_mean(destination, settings.destinations)}"
+        )
+    return settings.destinations[destination]
+
+
 def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]:
     """Return a function that returns a broker's current routes, from its rows and saf.toml."""
     default, declared = settings.forwarder.default_destination, settings.declared
@@ -137,7 +218,8 @@ def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]
 class Round:
     """One visit to each broker, with results and failures."""
 
-    def __init__(self, places: Mapping[str, Broker] | Listing) -> None:
+    def __init__(self, places: Mapping[str, Broker] | Listing, settings: Settings) -> None:
+        self.settings = settings
         self.brokers: Mapping[str, Broker]
         self.failed: list[tuple[str, SafError]] = []
         self.interrupted = False
@@ -146,6 +228,10 @@ class Round:
             self.brokers, self.failed = places.brokers, list(places.problems)
         else:
             self.brokers = places
+
+    def among(self, names: Iterable[str]) -> Round:
+        """Return a round of some of these brokers."""
+        return Round({name: self.brokers[name] for name in names}, self.settings)
 
     def go_on(self, after: str | None) -> None:
         """Check that a continued page concerns one broker only.
@@ -167,12 +253,18 @@ class Round:
         if numbers and len(self.brokers) > 1:
             raise UsageError("numbers are different at each broker: add --broker NAME")
 
-    def visit(self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]) -> dict[str, T]:
+    def visit(self, role: str, action: Callable[[psycopg.Connection[Any]], T]) -> dict[str, T]:
         """Connect to the brokers, several in parallel; return the results of ``action`` by broker.
 
         Brokers where it fails are in ``failed`` instead.
         """
-        jobs = self._begin(role, action)
+        return self.visit_each(role, dict.fromkeys(self.brokers, action))
+
+    def visit_each(
+        self, role: str, actions: Mapping[str, Callable[[psycopg.Connection[Any]], T]]
+    ) -> dict[str, T]:
+        """Connect to brokers, by name, with a separate action for each; otherwise like `visit`."""
+        jobs = self._begin(role, actions)
         try:
             return self._results({name: job.result for name, job in jobs.items()})
         except KeyboardInterrupt:
@@ -189,7 +281,10 @@ class Round:
         leave the rest. A second Ctrl-C does not wait for running steps.
         """
         stopping = Event()
-        jobs = self._begin(role, lambda connection, _: decision(connection, stopping.is_set))
+        jobs = self._begin(
+            role,
+            dict.fromkeys(self.brokers, lambda connection: decision(connection, stopping.is_set)),
+        )
         try:
             return self._results({name: job.result for name, job in jobs.items()})
         except KeyboardInterrupt:
@@ -210,21 +305,21 @@ class Round:
         )
 
     def _begin(
-        self, role: str, action: Callable[[psycopg.Connection[Any], Any], T]
+        self, role: str, actions: Mapping[str, Callable[[psycopg.Connection[Any]], T]]
     ) -> dict[str, Future[T]]:
-        def connected(name: str, broker: Broker) -> T:
+        def connected(name: str, action: Callable[[psycopg.Connection[Any]], T]) -> T:
             with (
                 unavailable_if_lost(f"broker {name!r}"),
-                broker.dsn.connect(role=role, autocommit=True) as connection,
+                self.brokers[name].dsn.connect(role=role, autocommit=True) as connection,
             ):
                 check_schema(connection)
                 health.require_rows(connection)
-                return action(connection, broker)
+                return action(connection)
 
         threads = Background(AT_ONCE, "saf round")
         jobs = {
-            name: threads.submit(partial(connected, name, source))
-            for name, source in self.brokers.items()
+            name: threads.submit(partial(connected, name, action))
+            for name, action in actions.items()
         }
         threads.dismiss()
         return jobs
@@ -277,16 +372,43 @@ class Round:
 
         self.report(answer, show, as_json=as_json, found=found)
 
-    def show_rows(
-        self, key: str, found: Mapping[str, Sequence[T]], table: Table[T], *, as_json: bool
+    def tell(
+        self,
+        role: str,
+        action: Callable[[psycopg.Connection[Any]], T],
+        words: Callable[[T], str | Sequence[str]],
     ) -> None:
-        """Print rows as a table, or as JSON under a key; then `finish`."""
+        """Change the brokers, and print what was done at each, in a line or several; `finish`."""
+        for name, result in self.visit(role, action).items():
+            told = words(result)
+            for line in [told] if isinstance(told, str) else told:
+                echo(f"{name}: {line}")
+        self.finish(say=True)
+
+    def show_rows(
+        self,
+        role: str,
+        rows: Callable[[psycopg.Connection[Any]], Sequence[T]],
+        key: str,
+        table: Table[T],
+        *,
+        as_json: bool,
+    ) -> None:
+        """Print the rows of each broker as a table, or as JSON under a key; then `finish`."""
+        found = self.visit(role, rows)
         self.report({key: table.plain(found)}, lambda: table.show(found), as_json=as_json)
 
     def show_pages(
-        self, key: str, pages: Mapping[str, Page[T]], table: Table[T], *, as_json: bool
+        self,
+        role: str,
+        page: Callable[[psycopg.Connection[Any]], Page[T]],
+        key: str,
+        table: Table[T],
+        *,
+        as_json: bool,
     ) -> None:
-        """Print pages as a table, or as JSON under a key; then `finish`."""
+        """Print a page of each broker as a table, or as JSON under a key; then `finish`."""
+        pages = self.visit(role, page)
 
         def show() -> None:
             table.show(pages)
@@ -309,27 +431,24 @@ class Round:
             raise typer.Exit(found or max(error.exit_code for _, error in self.failed))
 
 
-Brokers = Annotated[
-    Round,
-    Options(
-        {"config": Config, "broker": Name},
-        make=lambda config, broker: Round(chosen(load(config), broker)),
-    ),
-]
+Find: TypeAlias = Callable[[Settings, str | None], Mapping[str, Broker] | Listing]
+
+
+def round_at(find: Find, config: Path | None, broker: str | None) -> Round:
+    """Return a round of the brokers that ``find`` returns, of a saf.toml and an option."""
+    settings = load(config)
+    return Round(find(settings, broker), settings)
+
+
+def _round(find: Find, option: Any) -> Options:
+    return Options({"config": Config, "broker": option}, make=partial(round_at, find))
+
+
+Brokers = Annotated[Round, _round(chosen, Name)]
 """The chosen brokers, or all."""
-Everywhere = Annotated[
-    Round,
-    Options(
-        {"config": Config, "broker": Where},
-        make=lambda config, broker: Round(everywhere(load(config), broker)),
-    ),
-]
+Everywhere = Annotated[Round, _round(everywhere, Where)]
 """The chosen broker, or all brokers and destinations."""
-AtStore = Annotated[
-    Round,
-    Options(
-        {"config": Config, "broker": Store},
-        make=lambda config, broker: Round(store(load(config), broker)),
-    ),
-]
-"""The chosen MOM store."""
+AtStore = Annotated[Round, _round(store, Store)]
+"""The chosen MOM store; it may be left out if there is only one."""
+AtStores = Annotated[Round, _round(stores, Store)]
+"""The chosen MOM store, or all."""

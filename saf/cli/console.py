@@ -14,7 +14,9 @@ pipe. It never cuts a name, handle, number, date or error, and wraps lines only 
 - In a narrower terminal, the values of a row follow each other with their names, as many per line
   as fit. A value longer than a line continues on the next line, indented further.
 
-Programs read the output of ``--json`` instead.
+A `Table` of rows that were found in several brokers, as sequences or as a `Page` of a longer list,
+names its columns once, and shows each row behind the name of its broker. Programs read the output
+of ``--json`` instead.
 
 A command does its work even if a standard stream is closed or full. A service manager or a script
 may start ``saf`` without standard output or error (`>&-`), or with a full disk behind it. The next
@@ -32,17 +34,20 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import methodcaller
 from pathlib import Path
 from textwrap import fill, wrap
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from saf.database.queries import Page
 from saf.errors import SafError, Unavailable, UsageError
 from saf.operating.wording import shown
 
@@ -265,3 +270,85 @@ def in_words() -> str:
         for code, meaning in EXIT_CODES.items()
     ]
     return "\n".join(["\b", "Exit codes:", *lines])
+
+
+T = TypeVar("T")
+
+Found: TypeAlias = Mapping[str, Page[T]] | Mapping[str, Sequence[T]]
+
+
+class Table(Generic[T]):
+    """A table with these columns, behind that of the broker, if rows have one.
+
+    Args:
+        columns: their names.
+        below: the name of a further column of long texts; see `Listing`.
+        cells: returns the texts of a row, one per column, and then that for ``below``.
+        plain: returns a row as a dict for JSON.
+    """
+
+    def __init__(
+        self,
+        *columns: str,
+        below: str = "",
+        cells: Callable[[T], Sequence[str]],
+        plain: Callable[[T], Mapping[str, Any]] = methodcaller("as_dict"),
+    ) -> None:
+        self._columns = columns
+        self._below = below
+        self._cells = cells
+        self._plain = plain
+
+    def show(self, found: Found[T]) -> None:
+        """Print rows as lines, each behind the name of its broker."""
+        self._list(["broker"], (([name], row) for name, row in _rows(found)))
+
+    def show_rows(self, rows: Iterable[T]) -> None:
+        """Print rows as lines, without brokers."""
+        self._list([], (([], row) for row in rows))
+
+    def show_any(self, found: Found[T]) -> None:
+        """Print rows as lines; print nothing if there are none."""
+        if any(_rows(found)):
+            self.show(found)
+
+    def plain(self, found: Found[T]) -> list[dict[str, Any]]:
+        """Return rows, each with its broker, for JSON."""
+        return [{"broker": name, **self._plain(row)} for name, row in _rows(found)]
+
+    def _list(self, first: Sequence[str], rows: Iterable[tuple[Sequence[str], T]]) -> None:
+        listing = Listing(*first, *self._columns, below=self._below)
+        width = len(self._columns)
+        for before, row in rows:
+            cells = self._cells(row)
+            listing.add(*before, *cells[:width], below="".join(cells[width:]))
+        listing.show()
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, group in found.items():
+        for row in group.shown if isinstance(group, Page) else group:
+            yield name, row
+
+
+def rows_of(found: Found[Any]) -> list[dict[str, Any]]:
+    """Return rows, each with its broker, for JSON."""
+    return [{"broker": name, **row.as_dict()} for name, row in _rows(found)]
+
+
+def results_of(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return each broker's result, with the broker, for JSON."""
+    return [{"broker": name, **result.as_dict()} for name, result in found.items()]
+
+
+def ends(pages: Mapping[str, Page[Any]]) -> dict[str, str | None]:
+    """Return the start of each broker's next page, for JSON."""
+    return {name: page.next for name, page in pages.items()}
+
+
+def say_next(pages: Mapping[str, Page[Any]]) -> None:
+    """Print how to show each broker's next page, if any."""
+    for name, page in pages.items():
+        if page.next is not None:
+            after = f"--broker {shlex.quote(name)} --after {shlex.quote(page.next)}"
+            echo(f"{name}: continue with {after}")

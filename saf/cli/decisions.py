@@ -21,12 +21,12 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import GREATEST, AsJson, Config, Name, Round, Why, chosen
+from saf.cli.brokers import GREATEST, AsJson, Config, Name, Options, Round, Why, grouped, round_at
 from saf.cli.console import echo
-from saf.cli.options import Options, grouped
 from saf.config import did_you_mean, load
 from saf.errors import ConfigurationError, UsageError
 from saf.operating.decide import Decision, in_chunks
+from saf.operating.places import chosen
 from saf.operating.wording import counted
 from saf.setaside.selection import Counted, Selection, staying_in_words
 
@@ -81,7 +81,7 @@ def _command(
     action: str, role: str, criteria: Options, preview: Preview, dry_run: Any
 ) -> Callable[..., None]:
     def anywhere(config: Path | None, broker: str | None) -> Target:
-        return Round(chosen(load(config), broker)), Decision(action=action)
+        return round_at(chosen, config, broker), Decision(action=action)
 
     target = Options({"config": Config, "broker": Name}, make=anywhere)
     if action == "redirect":
@@ -115,7 +115,7 @@ def _redirected(to: str, config: Path | None, broker: str | None) -> Target:
             f"--to {to}: no [destinations.{to}] in saf.toml"
             f"{did_you_mean(to, settings.destinations)}"
         )
-    return Round(chosen(settings, broker)), Decision(action="redirect", to=to)
+    return Round(chosen(settings, broker), settings), Decision(action="redirect", to=to)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,27 +1,22 @@
-"""``saf dialog``: the ends of conversations that live at a broker."""
+"""``saf dialog`` and ``saf contract``: ends of conversations, and contracts of their messages.
+
+A contract is created from a file, which both ends get.
+"""
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
 
 import psycopg
 import typer
 
-from saf.cli.brokers import (
-    After,
-    AsJson,
-    Config,
-    Everywhere,
-    Limit,
-    Round,
-    Where,
-    everywhere,
-)
-from saf.cli.console import echo
-from saf.cli.options import grouped
-from saf.cli.tables import Table, results_of
-from saf.config import load
+from saf.cli.brokers import After, AsJson, Commands, Everywhere, Limit, Round
+from saf.cli.console import Table, echo, results_of
+from saf.config import ENCODING
+from saf.dialogs.contracts import contracts, create_contract, create_message_type
 from saf.dialogs.conversations import (
     Conversation,
     Spoken,
@@ -34,10 +29,10 @@ from saf.dialogs.conversations import (
 from saf.dialogs.dialog import open_dialog
 from saf.dialogs.set_back import compare_all
 from saf.dialogs.statements import State
-from saf.errors import DialogNotFound, UsageError
+from saf.errors import ConfigurationError, DialogNotFound, UsageError
 from saf.operating.wording import at
 
-app = typer.Typer(no_args_is_help=True, help="Conversations: dialogs and monologs.")
+app = Commands(help="Conversations: dialogs and monologs.")
 
 Handle = Annotated[UUID, typer.Argument(help="Handle of the end, as `saf dialog list` shows it.")]
 StateOption = Annotated[
@@ -69,7 +64,6 @@ EXCHANGED = Table[Spoken](
 
 
 @app.command("list")
-@grouped
 def list_(
     *,
     round_: Everywhere,
@@ -82,20 +76,21 @@ def list_(
     """Show conversations, oldest first."""
     place = place_at(after)
     round_.go_on(after)
-    pages = round_.visit(
+    round_.show_pages(
         "dialog",
-        lambda connection, _: page(
+        lambda connection: page(
             connection, limit, service=service, states=state or None, after=place
         ),
+        "conversations",
+        SIDES,
+        as_json=as_json,
     )
-    round_.show_pages("conversations", pages, SIDES, as_json=as_json)
 
 
 @app.command()
-@grouped
 def show(handle: Handle, *, round_: Everywhere, as_json: AsJson = False) -> None:
     """Show one end of a conversation, at any broker."""
-    found = round_.visit("dialog", lambda connection, _: conversations(connection, handle=handle))
+    found = round_.visit("dialog", lambda connection: conversations(connection, handle=handle))
     sides = SIDES.plain(found)
     lines = (f"{name:18}{value}" for side in sides for name, value in side.items())
     round_.say({"conversations": sides}, lines, as_json=as_json)
@@ -104,7 +99,6 @@ def show(handle: Handle, *, round_: Everywhere, as_json: AsJson = False) -> None
 
 
 @app.command("exchange")
-@grouped
 def exchange_(
     conversation_id: Annotated[
         UUID, typer.Argument(help="Conversation id, as `saf dialog show` shows it.")
@@ -118,9 +112,7 @@ def exchange_(
 
     It reads the logs of all brokers; purged messages are missing.
     """
-    found = round_.visit(
-        "dialog", lambda connection, _: exchange(connection, conversation_id, limit)
-    )
+    found = round_.visit("dialog", lambda connection: exchange(connection, conversation_id, limit))
     messages = {name: side.messages for name, side in found.items()}
     round_.report(
         {"exchange": results_of(found)}, lambda: EXCHANGED.show(messages), as_json=as_json
@@ -131,8 +123,7 @@ def exchange_(
 def end(
     handle: Handle,
     *,
-    config: Config = None,
-    broker: Where = None,
+    round_: Everywhere,
     code: Code = None,
     text: Text = "ended by an operator",
 ) -> None:
@@ -149,11 +140,10 @@ def end(
             else:
                 dialog.end_with_error(connection, code, text)
 
-    _where_it_lives(Round(everywhere(load(config), broker)), handle, act, "ended")
+    _where_it_lives(round_, handle, act, "ended")
 
 
 @app.command()
-@grouped
 def cleanup(handle: Handle, *, round_: Everywhere) -> None:
     """Close this side for good, in any state.
 
@@ -163,7 +153,6 @@ def cleanup(handle: Handle, *, round_: Everywhere) -> None:
 
 
 @app.command("compare")
-@grouped
 def compare_(*, round_: Everywhere, as_json: AsJson = False) -> None:
     """Let the open ends compare with their other ends.
 
@@ -172,7 +161,7 @@ def compare_(*, round_: Everywhere, as_json: AsJson = False) -> None:
     dialogs are not affected, except that dialogs with a dead letter end.
     """
 
-    def let_compare(connection: psycopg.Connection[Any], _: object) -> int:
+    def let_compare(connection: psycopg.Connection[Any]) -> int:
         with connection.transaction():
             return compare_all(connection)
 
@@ -184,7 +173,7 @@ def compare_(*, round_: Everywhere, as_json: AsJson = False) -> None:
 
 
 def _where_it_lives(round_: Round, handle: UUID, act: Any, done: str) -> None:
-    def there(connection: psycopg.Connection[Any], _: object) -> bool:
+    def there(connection: psycopg.Connection[Any]) -> bool:
         try:
             act(connection)
         except DialogNotFound:
@@ -205,3 +194,90 @@ def _received(side: Conversation) -> str:
 
 def _error(side: Conversation) -> str:
     return "" if side.error_code is None else f"{side.error_code}: {side.error_text}"
+
+
+agreements = Commands(help="Contracts of dialogs, and their message types.")
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        help="TOML with [[message_types]] and [[contracts]]; see docs/conversations.md."
+    ),
+]
+
+TYPES = Table[dict[str, object]](
+    *("contract", "version", "type", "its version", "sent by", "validation"),
+    cells=lambda row: [*map(str, row.values())],
+    plain=dict,
+)
+
+
+@agreements.command("create")
+def create_contracts(file: File, *, round_: Everywhere) -> None:
+    """Create message types and contracts from a file.
+
+    At one broker, or at all. Repeating it changes nothing.
+    """
+    types, named = _read(file)
+
+    def make(connection: psycopg.Connection[Any]) -> int:
+        with connection.transaction():
+            created = [create_message_type(connection, **entry) for entry in types]
+            created += [create_contract(connection, **entry) for entry in named]
+        return sum(created)
+
+    wanted = len(types) + len(named)
+    round_.tell(
+        "contract",
+        make,
+        lambda created: f"{created} created, {wanted - created} there already",
+    )
+
+
+@agreements.command("list")
+def list_contracts(*, round_: Everywhere, as_json: AsJson = False) -> None:
+    """Show contracts, their message types, and which end sends each."""
+    round_.show_rows("contract", _usages, "contracts", TYPES, as_json=as_json)
+
+
+def _usages(connection: psycopg.Connection[Any]) -> list[dict[str, object]]:
+    return [
+        {
+            "contract": contract.name,
+            "version": contract.version,
+            "message_type": usage.name,
+            "message_type_version": usage.version,
+            "sent_by": usage.sent_by,
+            "validation": usage.validation,
+        }
+        for contract in contracts(connection)
+        for usage in contract.types.values()
+    ]
+
+
+def _read(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the arguments of `create_message_type` and of `create_contract`, from a file.
+
+    Raises:
+        ConfigurationError: the file is unreadable or invalid.
+    """
+    try:
+        tables = tomllib.loads(file.read_text(encoding=ENCODING))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigurationError(f"{file}: not TOML: {error}") from None
+    known = {
+        "message_types": ({"name"}, {"version", "validation", "schema"}),
+        "contracts": ({"name", "types"}, {"version"}),
+    }
+    for table, entries in tables.items():
+        if table not in known:
+            raise ConfigurationError(f"{file}: unknown {table}, only {', '.join(known)}")
+        needed, optional = known[table]
+        for number, entry in enumerate(entries):
+            if missing := needed - set(entry):
+                raise ConfigurationError(f"{file}: {table}.{number}: no {missing.pop()}")
+            if wrong := set(entry) - needed - optional:
+                raise ConfigurationError(f"{file}: {table}.{number}: unknown {wrong.pop()}")
+    return tables.get("message_types", []), tables.get("contracts", [])

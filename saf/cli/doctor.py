@@ -1,29 +1,35 @@
-"""``saf doctor``: problems of the configured databases, and their cures."""
+"""``saf doctor``, ``saf destination`` and ``saf lake``: problems, their cures, and care for tables.
+
+`doctor` examines all configured databases. `check` shows the guarantees and problems of one
+destination in saf.toml. `optimize` maintains the table of a lakehouse: of kind delta only.
+"""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from saf.cli.brokers import AsJson, Commands, Config, named
 from saf.cli.console import echo, plain_console
 from saf.config import load
-from saf.errors import Unavailable
+from saf.destinations.delta import Delta
+from saf.destinations.settings import client_needed
+from saf.errors import Unavailable, UsageError
 from saf.operating.doctor import REACHABLE, examine
 from saf.operating.wording import counted
+
+if TYPE_CHECKING:
+    from saf.destinations.delta.table import Optimized
 
 FOUND = 1
 COLOURS = {"error": "red", "warning": "yellow"}
 
 
-def command(
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Configuration file. Default: $SAF_CONFIG, or saf.toml in this folder."),
-    ] = None,
+def doctor(
+    config: Config = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON, with the checks that are ok.")
     ] = False,
@@ -56,3 +62,109 @@ def command(
     failed = {finding.check for finding in found if finding.severity == "error"}
     if failed:
         raise typer.Exit(Unavailable.exit_code if failed == {REACHABLE} else FOUND)
+
+
+destinations = Commands(help="Destinations: where messages are delivered.")
+lakes = Commands(help="Destinations of kind delta: their tables.")
+
+Name = Annotated[str, typer.Argument(help="Name of the destination in saf.toml.")]
+
+
+@destinations.command()
+def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
+    """Connect to a destination, and show its guarantees.
+
+    It reads the server's version and settings, and names settings that would give more safety. In
+    an object store, it writes a probe and deletes it, because nothing else shows what the store
+    keeps; elsewhere, it writes nothing.
+
+    Exit code 0: messages can be stored there; 1: it has a problem; 2: it refuses the login or the
+    forwarder; 75: it does not answer.
+    """
+    destination = named(load(config), name)
+    problems = [*destination.problems(name), *destination.probe(name)]
+    given = destination.guarantee(name)
+    if as_json:
+        echo(
+            json.dumps(
+                {"destination": name, **_said(given, problems), "quality": destination.quality}
+            )
+        )
+    else:
+        console = plain_console()
+        console.paragraph(f"destination {name!r}: {given.server}", others="    ")
+        console.paragraph(f"  promise: {given.promise}", others="    ")
+        for what, cure in problems:
+            console.paragraph(f"error: {what}", style="red", others="    ")
+            console.paragraph(f"  cure: {cure}", others="    ")
+        for what, cure in given.more:
+            console.paragraph(f"not given: {what}", style="yellow", others="    ")
+            console.paragraph(f"  to have it: {cure}", others="    ")
+    if problems:
+        raise typer.Exit(FOUND)
+
+
+def _said(given: Any, problems: list[tuple[str, str]]) -> dict[str, Any]:
+    return {
+        "server": given.server,
+        "promise": given.promise,
+        "problems": [{"what": what, "cure": cure} for what, cure in problems],
+        "more": [{"what": what, "cure": cure} for what, cure in given.more],
+    }
+
+
+@lakes.command()
+def optimize(
+    name: Name,
+    keep_hours: Annotated[
+        int,
+        typer.Option(min=1, help="Hours for which files of older versions of the table are kept."),
+    ] = 168,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be removed; change nothing.")
+    ] = False,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Merge small files into large ones; remove unneeded files.
+
+    A forwarder writes a file for each chunk and partition, and may continue during the run. Files
+    that were replaced, or were left by a killed process, are removed after --keep-hours; until
+    then, readers of older versions of the table find them.
+
+    Exit code 0: done; 2: the table does not exist; 75: it does not answer.
+    """
+    destination = named(load(config), name)
+    if not isinstance(destination, Delta):
+        raise UsageError(
+            f"destination {name!r} is of kind {destination.kind!r}: only delta has tables"
+        )
+    with client_needed(name, "delta"):
+        from saf.destinations.delta.table import optimize as care_for
+    done = care_for(name, destination, keep_hours=keep_hours, dry_run=dry_run)
+    if as_json:
+        echo(json.dumps({"destination": name, "dry_run": dry_run, **asdict(done)}))
+    else:
+        echo(_lines(done, keep_hours, dry_run=dry_run))
+
+
+def _lines(done: Optimized, keep_hours: int, *, dry_run: bool) -> str:
+    unneeded = f"{counted(done.removed, 'file')} not needed for {keep_hours} hours"
+    if dry_run:
+        return (
+            f"{done.table}: {counted(done.files_before, 'file')}, {_size(done.bytes_before)}; "
+            f"{unneeded} would be removed"
+        )
+    return (
+        f"{done.table}: {counted(done.files_before, 'file')}, {_size(done.bytes_before)} -> "
+        f"{counted(done.files_after, 'file')}, {_size(done.bytes_after)}; removed {unneeded}"
+    )
+
+
+def _size(count: int) -> str:
+    """Return a number of bytes in MiB.
+
+    >>> _size(123_456_789)
+    '117.7 MiB'
+    """
+    return f"{count / (1 << 20):,.1f} MiB"

@@ -13,20 +13,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
 from uuid import uuid4
 
 import psycopg
 import typer
 
 from saf.broker import services
-from saf.cli.brokers import AsJson, AtStore, Config, Limit, Round, Store, store
-from saf.cli.console import Listing, echo
+from saf.cli.brokers import AsJson, AtStore, Commands, Config, Limit
+from saf.cli.console import Table, echo
 from saf.cli.metrics import Listen, Push, Textfile, published
-from saf.cli.options import grouped
 from saf.config import Settings, load, load_signer
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError, UsageError
@@ -40,6 +40,7 @@ from saf.receiving.dispatch.envelope import Request
 from saf.receiving.dispatch.http import Client
 from saf.receiving.dispatch.replies import Answer, Meaning
 from saf.receiving.dispatch.settings import Endpoint, without_query
+from saf.receiving.dispatch.stored import Attempt
 from saf.receiving.stopping import STOP_SECONDS
 from saf.receiving.summary import FOR_A_PERSON, FOR_LATER, Summary
 
@@ -49,11 +50,30 @@ Names = Annotated[
 ]
 Name = Annotated[str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint.")]
 
-app = typer.Typer(no_args_is_help=True, help="Endpoints: where `saf dispatch` sends messages.")
+app = Commands(help="Endpoints: where `saf dispatch` sends messages.")
+
+ENDPOINTS = Table[dict[str, Any]](
+    *("endpoint", "subscription", "url", "state", "next probe"),
+    below="error",
+    cells=lambda row: (
+        row["endpoint"], row["subscription"], row["url"],
+        row["state"] if row["paused_at"] is None else f"{row['state']}, paused",
+        _moment(row["next_probe_at"]) if row["next_probe_at"] else "", row["error"] or "",
+    ),
+)  # fmt: skip
+ATTEMPTS = Table[Attempt](
+    *("at", "message", "key", "status", "seconds", "outcome"),
+    below="error",
+    cells=lambda attempt: (
+        _moment(attempt.at), str(attempt.message_id), attempt.key or "",
+        str(attempt.status or ""), f"{attempt.seconds:.3f}", attempt.outcome, attempt.error,
+    ),
+)  # fmt: skip
+Inbox: TypeAlias = tuple[psycopg.Connection[Any], int]
+"""A connection to the broker of an endpoint, and the id of its subscription."""
 
 
 @app.command()
-@grouped
 def add(
     name: Annotated[str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint.")],
     *,
@@ -107,21 +127,19 @@ def add(
         "rate": rate,
         "reply": reply or None,
     }
-    for where in round_.visit(
+    round_.tell(
         "endpoint",
-        lambda connection, _: stored.add(
+        lambda connection: stored.add(
             connection, name, url, subscription=subscription, settings=settings
         ),
-    ):
-        echo(f"{where}: endpoint {name} added; saf dispatch {name} sends to it")
-    round_.finish(say=True)
+        lambda _: f"endpoint {name} added; saf dispatch {name} sends to it",
+    )
 
 
 @app.command()
-def remove(name: Name, config: Config = None, broker: Store = None) -> None:
+def remove(name: Name, *, round_: AtStore) -> None:
     """Remove an endpoint that was added; its messages wait."""
-    round_ = Round(store(load(config), broker))
-    found = round_.visit("endpoint", lambda connection, _: stored.remove(connection, name))
+    found = round_.visit("endpoint", lambda connection: stored.remove(connection, name))
     for where, removed in found.items():
         echo(f"{where}: {f'endpoint {name} removed' if removed else f'no endpoint {name}'}")
     round_.finish(say=True, found=0 if any(found.values()) or round_.failed else 1)
@@ -145,26 +163,11 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
     if as_json:
         echo(json.dumps({"endpoints": rows}, default=str))
     else:
-        _show(rows)
+        ENDPOINTS.show_rows(rows)
     for problem in problems:
         echo(f"saf: {problem}", err=True)
     if problems:
         raise typer.Exit(problems[0].exit_code)
-
-
-def _show(rows: list[dict[str, Any]]) -> None:
-    listing = Listing("endpoint", "subscription", "url", "state", "next probe", below="error")
-    for row in rows:
-        probe = row["next_probe_at"]
-        listing.add(
-            row["endpoint"],
-            row["subscription"],
-            row["url"],
-            row["state"] if row["paused_at"] is None else f"{row['state']}, paused",
-            f"{probe:%Y-%m-%d %H:%M:%S %Z}" if probe else "",
-            below=row["error"] or "",
-        )
-    listing.show()
 
 
 @app.command()
@@ -196,26 +199,12 @@ def history_(
 
     The newest come first, with the endpoint's answer.
     """
-    settings = load(config)
-    (entry,) = chosen(settings, [name]).values()
-    with _inbox(settings, name, entry) as connection:
-        subscription_id = _subscription(connection, name, entry)
+    with _inbox(config, name) as (connection, subscription_id):
         found = stored.attempts(connection, subscription_id, limit)
     if as_json:
         echo(json.dumps({"attempts": [asdict(entry) for entry in found]}, default=str))
-        return
-    listing = Listing("at", "message", "key", "status", "seconds", "outcome", below="error")
-    for attempt in found:
-        listing.add(
-            f"{attempt.at:%Y-%m-%d %H:%M:%S %Z}",
-            str(attempt.message_id),
-            attempt.key or "",
-            str(attempt.status or ""),
-            f"{attempt.seconds:.3f}",
-            attempt.outcome,
-            below=attempt.error,
-        )
-    listing.show()
+    else:
+        ATTEMPTS.show_rows(found)
 
 
 @app.command("test")
@@ -266,12 +255,8 @@ def pause(name: Name, config: Config = None) -> None:
 
     Its messages wait, in order.
     """
-    settings = load(config)
-    (entry,) = chosen(settings, [name]).values()
-    with _inbox(settings, name, entry) as connection:
-        Book(subscription_id=_subscription(connection, name, entry), endpoint=name).pause(
-            connection
-        )
+    with _inbox(config, name) as (connection, subscription_id):
+        Book(subscription_id=subscription_id, endpoint=name).pause(connection)
     echo(f"{name}: paused; `saf endpoint resume {name}` continues")
 
 
@@ -281,12 +266,8 @@ def resume(name: Name, config: Config = None) -> None:
 
     For an endpoint that is paused, disabled, or considered down.
     """
-    settings = load(config)
-    (entry,) = chosen(settings, [name]).values()
-    with _inbox(settings, name, entry) as connection:
-        Book(subscription_id=_subscription(connection, name, entry), endpoint=name).resume(
-            connection
-        )
+    with _inbox(config, name) as (connection, subscription_id):
+        Book(subscription_id=subscription_id, endpoint=name).resume(connection)
     echo(f"{name}: resumed")
 
 
@@ -377,9 +358,12 @@ def chosen(settings: Settings, names: list[str]) -> dict[str, Endpoint]:
     return find(settings).chosen(names)
 
 
+def _moment(when: datetime) -> str:
+    return f"{when:%Y-%m-%d %H:%M:%S %Z}"
+
+
 def _row(settings: Settings, name: str, endpoint: Endpoint) -> dict[str, Any]:
-    with _inbox(settings, name, endpoint) as connection:
-        subscription_id = _subscription(connection, name, endpoint)
+    with _inbox_of(settings, name, endpoint) as (connection, subscription_id):
         state = stored.state(connection, subscription_id)
     return {
         "endpoint": name,
@@ -389,15 +373,18 @@ def _row(settings: Settings, name: str, endpoint: Endpoint) -> dict[str, Any]:
     }
 
 
+def _inbox(config: Path | None, name: str) -> AbstractContextManager[Inbox]:
+    settings = load(config)
+    (endpoint,) = chosen(settings, [name]).values()
+    return _inbox_of(settings, name, endpoint)
+
+
 @contextmanager
-def _inbox(settings: Settings, name: str, endpoint: Endpoint) -> Iterator[psycopg.Connection[Any]]:
+def _inbox_of(settings: Settings, name: str, endpoint: Endpoint) -> Iterator[Inbox]:
     with (
         unavailable_if_lost(f"the database of endpoint {name!r}"),
         settings.inbox_of(endpoint).connect(role="endpoint", autocommit=True) as connection,
     ):
         check_schema(connection)
-        yield connection
-
-
-def _subscription(connection: psycopg.Connection[Any], name: str, endpoint: Endpoint) -> int:
-    return services.subscription(connection, endpoint.subscription or name).subscription_id
+        subscription = services.subscription(connection, endpoint.subscription or name)
+        yield connection, subscription.subscription_id

@@ -3,6 +3,11 @@
 `run` starts Spark only for much work, unless the settings require it. If Spark hangs after the
 work, it is abandoned. If a summary cannot be printed, a loop logs this and continues.
 
+A bar on a terminal, or events in the log, show the progress. The bar never mixes with other output.
+Standard output stays standard output, even while the bar is on a terminal: the bar is removed
+before such output, and returns with the next progress. Events logged during that time appear above
+the bar.
+
 With ``--explain``, `explain` shows what a run would do now, and nothing is forwarded.
 """
 
@@ -10,29 +15,32 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import nullcontext
 from datetime import datetime
-from pathlib import Path
+from threading import Lock
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import rich.progress
 import typer
+from rich.console import Console
 
-from saf.cli import parked
-from saf.cli.brokers import Round, chosen
-from saf.cli.console import echo, is_of_output, plain_console
+from saf.cli import set_aside
+from saf.cli.brokers import Config, Round
+from saf.cli.console import Table, echo, is_of_output, plain_console, results_of
 from saf.cli.metrics import Listen, Push, Textfile, published
-from saf.cli.progress import ProgressBar, ProgressLog
-from saf.cli.tables import Table, results_of
 from saf.config import Settings, load, with_options
 from saf.errors import UsageError
 from saf.operating.forecast import Forecast, Going, forecast
+from saf.operating.places import chosen
 from saf.operating.wording import at, counted
 from saf.signals import stop_on_signals
 from saf.telemetry.logger import Log
 
 if TYPE_CHECKING:
-    from saf.forwarding.summary import Summary
+    from saf.forwarding.summary import Progress, Summary
     from saf.spark.remote import ConnectRunner
     from saf.spark.runner import SparkRunner
 
@@ -44,10 +52,7 @@ STOP_SECONDS = 30.0
 
 def command(
     *,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Configuration file. Default: $SAF_CONFIG, or saf.toml in this folder."),
-    ] = None,
+    config: Config = None,
     loop: Annotated[
         bool, typer.Option("--loop", help="Keep running until SIGTERM or Ctrl-C.")
     ] = False,
@@ -116,15 +121,15 @@ def command(
 def explain(settings: Settings, *, as_json: bool) -> None:
     """Print what a run would do at each source."""
     default, declared = settings.forwarder.default_destination, settings.declared
-    round_ = Round(chosen(settings, None))
-    found = round_.visit("forecast", lambda connection, _: forecast(connection, default, declared))
+    round_ = Round(chosen(settings, None), settings)
+    found = round_.visit("forecast", lambda connection: forecast(connection, default, declared))
 
     def show() -> None:
         GOING.show(
             {name: [(result, group) for group in result.going] for name, result in found.items()}
         )
         BY_ROUTE.show_any({name: [*result.by_route().items()] for name, result in found.items()})
-        parked.BY_LANE.show_any({name: result.waiting for name, result in found.items()})
+        set_aside.BY_LANE.show_any({name: result.waiting for name, result in found.items()})
         for name, result in found.items():
             due = sum(lane.due for lane in result.lanes)
             if result.waiting.lanes:
@@ -242,3 +247,53 @@ def show(summary: Summary, *, as_json: bool) -> None:
         echo(f"saf: {counted(more, 'lane')} more; see `saf parked list`", err=True)
     for problem in summary.problems:
         echo(f"saf: {problem['error']}", err=True)
+
+
+class ProgressLog:
+    """Logs an event at an interval, where no terminal could show a bar."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._next = monotonic() + seconds
+
+    def show(self, progress: Progress) -> None:
+        """Log the progress, unless it was logged just now."""
+        if monotonic() >= self._next:
+            self._next = monotonic() + self._seconds
+            log.info("progress", done=progress.done, total=progress.total)
+
+
+class ProgressBar:
+    """A bar on a terminal; nothing elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: rich.progress.Progress | None = None
+        self._task = rich.progress.TaskID(0)
+        self._turn = Lock()
+
+    @property
+    def watching(self) -> Callable[[Progress], None] | None:
+        """The function that shows progress; None without a terminal."""
+        return self._show if self._console.is_terminal else None
+
+    def _show(self, progress: Progress) -> None:
+        with self._turn:
+            if self._bar is None:
+                columns = (
+                    *rich.progress.Progress.get_default_columns(),
+                    rich.progress.MofNCompleteColumn(),
+                )
+                self._bar = rich.progress.Progress(
+                    *columns, console=self._console, transient=True, redirect_stdout=False
+                )
+                self._bar.start()
+                self._task = self._bar.add_task("forwarding", total=None)
+            self._bar.update(self._task, completed=progress.done, total=progress.total)
+
+    def clear(self) -> None:
+        """Remove the bar until there is new progress."""
+        with self._turn:
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None

@@ -18,7 +18,7 @@ from saf.operating.figures import asker
 from saf.operating.places import FIRST_SECONDS, Places
 from saf.operating.watch import Watch
 from saf.signals import stop_on_signals
-from saf.telemetry import process, prometheus
+from saf.telemetry import metrics, prometheus
 from saf.telemetry.logger import Log
 
 WRITE_SECONDS = 15.0
@@ -115,7 +115,7 @@ def published(
     if listen is None and textfile is None and push is None:
         yield
         return
-    store = process.switch_on()
+    store = metrics.switch_on()
     ends: list[Callable[[], None]] = []
     if listen is not None:
         ends.append(prometheus.serve(store.samples, listen))
@@ -134,10 +134,10 @@ def published(
                 end()
             except SafError as error:
                 log.warning("metrics_not_published", error=str(error))
-        process.switch_off()
+        metrics.switch_off()
 
 
-def _writing(store: process.Store, file: Path) -> Callable[[], None]:
+def _writing(store: metrics.Store, file: Path) -> Callable[[], None]:
     """Write the file periodically, in a thread; return a function for the last write."""
     over = threading.Event()
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from saf.cli.brokers import AsJson, Config, Name, Round, chosen
+from saf.cli.brokers import AsJson, Brokers
+from saf.cli.console import Table
 from saf.cli.metrics import Push, Textfile, published
-from saf.cli.tables import Table
-from saf.config import load, with_options
+from saf.config import with_options
 from saf.operating.maintenance import Outcome, count_purged, purge_by_rules
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -44,8 +45,7 @@ def _seconds(duration: str) -> float:
 
 def command(
     *,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     retention: Annotated[
         float | None,
         typer.Option(
@@ -72,15 +72,14 @@ def command(
     It purges a slot of the log at a time. It is safe at any time, as often as you like. A slot that
     cannot be purged now is kept, and the reason is shown.
     """
-    settings = load(config)
-    rules = with_options(settings.purge, retention_seconds=retention, archive=archive)
-    round_ = Round(chosen(settings, broker))
+    rules = with_options(round_.settings.purge, retention_seconds=retention, archive=archive)
     with published(textfile=metrics_textfile, push=metrics_push, job="saf-purge"):
-        known = round_.visit(
+        known = round_.visit_each(
             "purge",
-            lambda connection, source: purge_by_rules(
-                connection, source.dsn, rules, dry_run=dry_run
-            ),
+            {
+                name: partial(purge_by_rules, dsn=source.dsn, rules=rules, dry_run=dry_run)
+                for name, source in round_.brokers.items()
+            },
         )
         for name, outcome in known.items():
             count_purged(name, outcome)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any
@@ -11,22 +11,21 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Config, Name, Round, chosen, moment
-from saf.cli.console import Listing, echo, paragraph
-from saf.cli.tables import Table, results_of
-from saf.config import Settings, did_you_mean, load
+from saf.cli.brokers import AsJson, Brokers, Commands, Options, Round, moment, named
+from saf.cli.console import Table, echo, paragraph, results_of
+from saf.config import Settings
 from saf.database import of_broker
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
 from saf.errors import ConfigurationError, Unroutable
 from saf.operating.wording import at
 from saf.routing import routes
-from saf.routing.explain import Explanation, as_dict, explain
+from saf.routing.explain import Explanation, Verdict, as_dict, explain
 from saf.routing.matching import Route
 from saf.routing.routes import Configuration, Configured, describe
 
-app = typer.Typer(no_args_is_help=True, help="Routes: which messages go where.")
-topics = typer.Typer(no_args_is_help=True, help="Topics: services that go to every destination.")
+app = Commands(help="Routes: which messages go where.")
+topics = Commands(help="Topics: services that go to every destination.")
 
 ANY = "(any)"
 NEXT_BATCH = "from the next batch on"
@@ -42,6 +41,17 @@ ToBroker = Annotated[
     UUID | None,
     typer.Option(metavar="UUID", help="broker_id that messages are for. Default: any."),
 ]
+
+
+def _key(destination: str, service: str | None, to_broker: UUID | None) -> Mapping[str, Any]:
+    return {"destination": destination, "service": service, "broker": to_broker}
+
+
+Key = Annotated[
+    Mapping[str, Any],
+    Options({"destination": Destination, "service": Service, "to_broker": ToBroker}, make=_key),
+]
+"""What identifies a route, as arguments of the functions of `saf.routing.routes`."""
 Topic = Annotated[str, typer.Argument(metavar="NAME", help="Name of the service.")]
 
 TOPICS = Table[tuple[str, list[str]]](
@@ -54,10 +64,8 @@ TOPICS = Table[tuple[str, list[str]]](
 
 @app.command()
 def add(
-    destination: Destination,
     *,
-    service: Service = None,
-    to_broker: ToBroker = None,
+    key: Key,
     quality: Annotated[
         Quality | None, typer.Option(help="Quality of service. Default: the destination's.")
     ] = None,
@@ -77,8 +85,7 @@ def add(
             help="DESTINATION is this broker: the sender's transaction stores the messages.",
         ),
     ] = False,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
 ) -> None:
     """Route messages to a destination, from the next batch on.
 
@@ -86,113 +93,65 @@ def add(
     then broker, then neither. If several win, they share the load; for a topic, all apply.
     An existing route gets the new values, and is enabled.
     """
-    settings = load(config)
-    _known(settings, destination)
+    destination = key["destination"]
+    settings = named(round_.settings, destination)
     try:
-        settings.destinations[destination].check_quality(quality)
+        settings.check_quality(quality)
     except ValueError as error:
         raise ConfigurationError(f"--quality: {error}") from None
-    known = Identities({destination: settings.destinations[destination]}).known() if local else {}
+    known = Identities({destination: settings}).known() if local else {}
 
-    def add_to(connection: psycopg.Connection[Any], _: object) -> bool:
+    def add_to(connection: psycopg.Connection[Any]) -> bool:
         if local:
             _is_here(connection, destination, known[destination])
         return routes.add_route(
-            connection,
-            destination,
-            service=service,
-            broker=to_broker,
-            quality=quality,
-            expires_at=expires,
-            comment=comment,
-            local=local,
+            connection, **key, quality=quality, expires_at=expires, comment=comment, local=local
         )
 
-    round_ = Round(chosen(settings, broker))
     added = round_.visit("route", add_to)
-    what = _named(destination, service, to_broker)
+    since = "from now on" if local else NEXT_BATCH
     for where, new in added.items():
-        _say(where, what, "added" if new else "changed", "from now on" if local else NEXT_BATCH)
-    warn_of_early(settings, [destination])
+        echo(f"{where}: {_named(key)} {'added' if new else 'changed'}, {since}")
+    warn_of_early(round_.settings, [destination])
     round_.finish(say=True)
 
 
 @app.command()
-def remove(
-    destination: Destination,
-    *,
-    service: Service = None,
-    to_broker: ToBroker = None,
-    config: Config = None,
-    broker: Name = None,
-) -> None:
+def remove(*, key: Key, round_: Brokers) -> None:
     """Remove a route.
 
     Messages that only it matched go by a less specific route, or are parked.
     """
-    change = partial(
-        routes.remove_route, destination=destination, service=service, broker=to_broker
-    )
-    _change(load(config), broker, change, _named(destination, service, to_broker), "removed")
+    _change(round_, key, "removed", partial(routes.remove_route, **key))
 
 
 @app.command()
-def enable(
-    destination: Destination,
-    *,
-    service: Service = None,
-    to_broker: ToBroker = None,
-    config: Config = None,
-    broker: Name = None,
-) -> None:
+def enable(*, key: Key, round_: Brokers) -> None:
     """Enable a disabled route."""
-    settings = load(config)
-    change = partial(
-        routes.enable_route,
-        destination=destination,
-        service=service,
-        broker=to_broker,
-        declared=settings.declared,
-    )
-    _change(settings, broker, change, _named(destination, service, to_broker), "enabled")
+    declared = round_.settings.declared
+    _change(round_, key, "enabled", partial(routes.enable_route, **key, declared=declared))
 
 
 @app.command()
-def disable(
-    destination: Destination,
-    *,
-    service: Service = None,
-    to_broker: ToBroker = None,
-    config: Config = None,
-    broker: Name = None,
-) -> None:
+def disable(*, key: Key, round_: Brokers) -> None:
     """Disable a route until it is enabled again.
 
     This also works for a route that saf.toml declares.
     """
-    settings = load(config)
-    change = partial(
-        routes.enable_route,
-        destination=destination,
-        service=service,
-        broker=to_broker,
-        enabled=False,
-        declared=settings.declared,
-    )
-    _change(settings, broker, change, _named(destination, service, to_broker), "disabled")
+    declared = round_.settings.declared
+    change = partial(routes.enable_route, **key, enabled=False, declared=declared)
+    _change(round_, key, "disabled", change)
 
 
 @app.command("list")
-def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
     """Show all routes and where each is defined, the most specific first."""
-    settings = load(config)
-    round_ = Round(chosen(settings, broker))
-    found = configured(round_, settings)
-    rows = {
-        where: [(entry, configuration) for entry in configuration.routes]
-        for where, configuration in found.items()
-    }
-    round_.show_rows("routes", rows, ROUTES, as_json=as_json)
+
+    def rows(connection: psycopg.Connection[Any]) -> list[tuple[Configured, Configuration]]:
+        found = _configuration(round_, connection)
+        return [(entry, found) for entry in found.routes]
+
+    round_.show_rows("route", rows, "routes", ROUTES, as_json=as_json)
 
 
 @app.command("explain")
@@ -203,8 +162,7 @@ def explain_(
     *,
     to_broker: ToBroker = None,
     key: Annotated[str | None, typer.Option(help="Key of the message. Default: none.")] = None,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     as_json: AsJson = False,
 ) -> None:
     """Show where a message would go with the next batch.
@@ -212,12 +170,11 @@ def explain_(
     It also explains why the other routes do not count. Exit code 75: at some broker no route
     matches, so the message would wait.
     """
-    settings = load(config)
+    settings = round_.settings
     identities = Identities(settings.destinations).known()
-    round_ = Round(chosen(settings, broker))
     found = round_.visit(
         "route",
-        lambda connection, _: explain(
+        lambda connection: explain(
             connection,
             service,
             str(to_broker) if to_broker else None,
@@ -238,55 +195,47 @@ def explain_(
 
 
 @topics.command("add")
-def add_topic(name: Topic, config: Config = None, broker: Name = None) -> None:
+def add_topic(name: Topic, *, round_: Brokers) -> None:
     """Make a service a topic.
 
     Its messages go to all destinations of its routes.
     """
-    round_ = Round(chosen(load(config), broker))
-    for where, added in round_.visit(
-        "route", lambda connection, _: routes.add_topic(connection, name)
-    ).items():
-        done = "is a topic from the next batch on" if added else "is a topic already"
-        echo(f"{where}: {name} {done}")
-    round_.finish(say=True)
+    round_.tell(
+        "route",
+        lambda connection: routes.add_topic(connection, name),
+        lambda added: f"{name} is a topic {NEXT_BATCH if added else 'already'}",
+    )
 
 
 @topics.command("list")
-def list_topics(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+def list_topics(*, round_: Brokers, as_json: AsJson = False) -> None:
     """Show the topics, and where a message of each goes now."""
-    settings = load(config)
-    round_ = Round(chosen(settings, broker))
-    topics = {
-        where: [
-            (name, [*match.destinations] if match else [])
-            for name in sorted(configuration.topics)
-            for match in [configuration.in_force.match(name, None)]
-        ]
-        for where, configuration in configured(round_, settings).items()
-    }
-    round_.show_rows("topics", topics, TOPICS, as_json=as_json)
+
+    def rows(connection: psycopg.Connection[Any]) -> list[tuple[str, list[str]]]:
+        found = _configuration(round_, connection)
+        matches = {name: found.in_force.match(name, None) for name in sorted(found.topics)}
+        return [(name, [*match.destinations] if match else []) for name, match in matches.items()]
+
+    round_.show_rows("route", rows, "topics", TOPICS, as_json=as_json)
 
 
 @topics.command("remove")
-def remove_topic(name: Topic, config: Config = None, broker: Name = None) -> None:
+def remove_topic(name: Topic, *, round_: Brokers) -> None:
     """Make a topic an ordinary service again.
 
     Its most specific routes share its messages.
     """
-    round_ = Round(chosen(load(config), broker))
-    for where in round_.visit("route", lambda connection, _: routes.remove_topic(connection, name)):
-        echo(f"{where}: {name} is no longer a topic, from the next batch on")
-    round_.finish(say=True)
-
-
-def configured(round_: Round, settings: Settings) -> dict[str, Configuration]:
-    """Return the configuration of each broker in a round."""
-    default = settings.forwarder.default_destination
-    return round_.visit(
+    round_.tell(
         "route",
-        lambda connection, _: routes.configuration(connection, default, settings.declared),
+        lambda connection: routes.remove_topic(connection, name),
+        lambda _: f"{name} is no longer a topic, {NEXT_BATCH}",
     )
+
+
+def _configuration(round_: Round, connection: psycopg.Connection[Any]) -> Configuration:
+    settings = round_.settings
+    default = settings.forwarder.default_destination
+    return routes.configuration(connection, default, settings.declared)
 
 
 def state(one: Configured, there: Configuration) -> str:
@@ -311,30 +260,17 @@ def warn_of_early(settings: Settings, destinations: Iterable[str]) -> None:
             )
 
 
-def _known(settings: Settings, destination: str) -> None:
-    if destination not in settings.destinations:
-        raise ConfigurationError(
-            f"no [destinations.{destination}] in saf.toml"
-            f"{did_you_mean(destination, settings.destinations)}"
-        )
-
-
 def _change(
-    settings: Settings,
-    broker: str | None,
-    change: Callable[[psycopg.Connection[Any]], None],
-    what: str,
+    round_: Round,
+    key: Mapping[str, Any],
     done: str,
+    change: Callable[[psycopg.Connection[Any]], None],
 ) -> None:
-    round_ = Round(chosen(settings, broker))
-    for where in round_.visit("route", lambda connection, _: change(connection)):
-        _say(where, what, done)
-    round_.finish(say=True)
+    round_.tell("route", change, lambda _: f"{_named(key)} {done}, {NEXT_BATCH}")
 
 
-def _named(destination: str, service: str | None, to_broker: UUID | None) -> str:
-    broker = str(to_broker) if to_broker else None
-    return describe(Route(service=service, broker=broker, destination=destination))
+def _named(key: Mapping[str, Any]) -> str:
+    return describe(Route(**{**key, "broker": key["broker"] and str(key["broker"])}))
 
 
 def _is_here(connection: psycopg.Connection[Any], destination: str, identity: str | None) -> None:
@@ -345,10 +281,6 @@ def _is_here(connection: psycopg.Connection[Any], destination: str, identity: st
             f"--local: destination {destination!r} {fact}, and database {connection.info.dbname!r} "
             f"is broker {here}: a local route leads to the database of its senders"
         )
-
-
-def _say(where: str, what: str, done: str, since: str = NEXT_BATCH) -> None:
-    echo(f"{where}: {what} {done}, {since}")
 
 
 def _cells(row: tuple[Configured, Configuration]) -> Sequence[str]:
@@ -372,6 +304,14 @@ ROUTES = Table[tuple[Configured, Configuration]](
     cells=_cells,
     plain=lambda row: {**as_dict(row[0]), "state": state(*row)},
 )
+VERDICTS = Table[Verdict](
+    *("taken", "route", "from"),
+    below="why",
+    cells=lambda verdict: (
+        "yes" if verdict.takes else "no", describe(verdict.route.route), verdict.route.origin,
+        verdict.why,
+    ),
+)  # fmt: skip
 
 
 def show_explanation(where: str, one: Explanation) -> None:
@@ -382,8 +322,4 @@ def show_explanation(where: str, one: Explanation) -> None:
     if one.router:
         leads = f"where its router says: saf router explain {one.service} --body …"
     paragraph(f"{where}: a message for {one.service!r}{to} {key} goes to {leads}")
-    listing = Listing("taken", "route", "from", below="why")
-    for verdict in one.verdicts:
-        taken, route = "yes" if verdict.takes else "no", verdict.route
-        listing.add(taken, describe(route.route), route.origin, below=verdict.why)
-    listing.show()
+    VERDICTS.show_rows(one.verdicts)

@@ -1,23 +1,30 @@
-"""``saf router``: services that stand for others, and their classifiers, which choose one."""
+"""``saf router`` and ``saf transform``: functions that choose a service, or change messages.
+
+A router is a service that stands for others; its classifier chooses one. A transform is tried on
+one message.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from uuid import UUID
 
+import psycopg
 import typer
+from psycopg.rows import dict_row
 
-from saf.cli.brokers import AsJson, Brokers, Config, Name, Round, Store, chosen, store
-from saf.cli.console import echo
+from saf.cli.brokers import AsJson, Brokers, Commands, Config, Name, Round, Store
+from saf.cli.console import Table, echo, results_of
 from saf.cli.metrics import published
-from saf.cli.options import grouped
-from saf.cli.route import show_explanation
-from saf.cli.tables import Table, results_of
+from saf.cli.route import NEXT_BATCH, show_explanation
 from saf.cli.worker import StopTimeout, WorkersListen, listening, supervise
-from saf.config import load, load_keys, load_signer
-from saf.errors import ConfigurationError, UsageError
-from saf.message import Message
+from saf.columns import COLUMNS, JSON
+from saf.config import did_you_mean, load, load_keys, load_signer
+from saf.errors import ConfigurationError, Unavailable, UsageError
+from saf.message import Message, encode
+from saf.operating.places import chosen, store
 from saf.operating.wording import counted
 from saf.routing import routers, routes
 from saf.routing.matching import ARROW, PYTHON, SQL, Router
@@ -26,7 +33,7 @@ from saf.routing.routes import ConfiguredRouter
 if TYPE_CHECKING:
     from saf.operating.dry_run import DryRun
 
-app = typer.Typer(no_args_is_help=True, help="Routers: services that a classifier resolves.")
+app = Commands(help="Routers: services that a classifier resolves.")
 
 Service = Annotated[
     str,
@@ -38,7 +45,6 @@ Function = "MODULE:FUNCTION"
 
 
 @app.command()
-@grouped
 def add(
     service: Service,
     *,
@@ -95,53 +101,51 @@ def add(
             raise ConfigurationError(
                 f"{error}. If the module exists only elsewhere, add --elsewhere"
             ) from None
-    added = round_.visit(
+    round_.tell(
         "route",
-        lambda connection, _: routers.add_router(
+        lambda connection: routers.add_router(
             connection, service, kind, expression, once_per=once_per, mode=mode, comment=comment
         ),
+        lambda new: _done(service, "added" if new else "changed"),
     )
-    for where, new in added.items():
-        _say(where, service, "added" if new else "changed")
-    round_.finish(say=True)
 
 
 @app.command()
-def remove(service: Service, config: Config = None, broker: Name = None) -> None:
+def remove(service: Service, *, round_: Brokers) -> None:
     """Remove a router: its service is an ordinary one again."""
-    round_ = Round(chosen(load(config), broker))
-    for where in round_.visit(
-        "route", lambda connection, _: routers.remove_router(connection, service)
-    ):
-        _say(where, service, "removed")
-    round_.finish(say=True)
+    round_.tell(
+        "route",
+        lambda connection: routers.remove_router(connection, service),
+        lambda _: _done(service, "removed"),
+    )
 
 
 @app.command()
-def enable(service: Service, config: Config = None, broker: Name = None) -> None:
+def enable(service: Service, *, round_: Brokers) -> None:
     """Enable a disabled router."""
-    _enable(service, config, broker, enabled=True)
+    _enable(service, round_, enabled=True)
 
 
 @app.command()
-def disable(service: Service, config: Config = None, broker: Name = None) -> None:
+def disable(service: Service, *, round_: Brokers) -> None:
     """Disable a router until it is enabled again.
 
     This also works for a router that saf.toml declares.
     """
-    _enable(service, config, broker, enabled=False)
+    _enable(service, round_, enabled=False)
 
 
 @app.command("list")
-def list_(config: Config = None, broker: Name = None, as_json: AsJson = False) -> None:
+def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
     """Show all routers, and where each is defined."""
-    settings = load(config)
-    round_ = Round(chosen(settings, broker))
-    found = round_.visit(
+    declared = round_.settings.declared
+    round_.show_rows(
         "route",
-        lambda connection, _: routes.configuration(connection, None, settings.declared).routers,
+        lambda connection: routes.configuration(connection, None, declared).routers,
+        "routers",
+        ROUTERS,
+        as_json=as_json,
     )
-    round_.show_rows("routers", found, ROUTERS, as_json=as_json)
 
 
 @app.command()
@@ -219,8 +223,7 @@ def explain(
     body: Annotated[str, typer.Option(metavar="TEXT", help="Body of the message.")] = "",
     key: Annotated[str | None, typer.Option(help="Key of the message. Default: none.")] = None,
     message_type: Annotated[str | None, typer.Option(help="Type of the message.")] = None,
-    config: Config = None,
-    broker: Name = None,
+    round_: Brokers,
     as_json: AsJson = False,
 ) -> None:
     """Show the service that a classifier chooses for a message.
@@ -233,13 +236,12 @@ def explain(
     from saf.operating.dry_run import try_out  # Arrow takes a while to import
     from saf.spark.answers import DryRuns
 
-    settings = load(config)
     message = Message(service=service, body=body, key=key, message_type=message_type)
-    round_ = Round(chosen(settings, broker))
+    settings = round_.settings
     default, declared = settings.forwarder.default_destination, settings.declared
     with DryRuns() as in_sql:
         found: dict[str, DryRun] = round_.visit(
-            "route", lambda connection, _: try_out(connection, message, default, declared, in_sql)
+            "route", lambda connection: try_out(connection, message, default, declared, in_sql)
         )
 
     def show() -> None:
@@ -250,21 +252,18 @@ def explain(
     round_.report({"explanations": results_of(found)}, show, as_json=as_json, found=code)
 
 
-def _enable(service: str, config: Path | None, broker: str | None, *, enabled: bool) -> None:
-    settings = load(config)
-    round_ = Round(chosen(settings, broker))
-    for where in round_.visit(
+def _enable(service: str, round_: Round, *, enabled: bool) -> None:
+    round_.tell(
         "route",
-        lambda connection, _: routers.enable_router(
-            connection, service, enabled=enabled, declared=settings.declared
+        lambda connection: routers.enable_router(
+            connection, service, enabled=enabled, declared=round_.settings.declared
         ),
-    ):
-        _say(where, service, "enabled" if enabled else "disabled")
-    round_.finish(say=True)
+        lambda _: _done(service, "enabled" if enabled else "disabled"),
+    )
 
 
-def _say(where: str, service: str, done: str) -> None:
-    echo(f"{where}: router {service!r} {done}, from the next batch on")
+def _done(service: str, done: str) -> str:
+    return f"router {service!r} {done}, {NEXT_BATCH}"
 
 
 ROUTERS = Table[ConfiguredRouter](
@@ -289,3 +288,95 @@ def _explain(where: str, dry_run: DryRun) -> None:
         if dry_run.goes.service != dry_run.service:
             echo(f"{subject} is really for {dry_run.goes.service!r}")
         show_explanation(where, dry_run.goes)
+
+
+transforms = Commands(help="Transforms: functions of messages on their way.")
+
+DEAD = 1
+COLUMN = [f"{name}::text AS {name}" if name in JSON else name for name in COLUMNS]
+SENT = f"SELECT {', '.join(COLUMN)} FROM saf.outbox WHERE message_id = %(message_id)s"
+
+
+@transforms.callback()
+def _one_command() -> None:
+    """Keep ``try`` a command of its own."""
+
+
+@transforms.command("try")
+def try_(
+    service: Annotated[
+        str, typer.Argument(metavar="SERVICE", help="Service that has a transform.")
+    ],
+    *,
+    message: Annotated[
+        UUID | None,
+        typer.Option(metavar="ID", help="Try the message of an outbox with this message id."),
+    ] = None,
+    body: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Instead: body of the message to try.")
+    ] = None,
+    key: Annotated[str | None, typer.Option(help="Key of that message. Default: none.")] = None,
+    message_type: Annotated[str | None, typer.Option(help="Type of that message.")] = None,
+    config: Config = None,
+    broker: Name = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what the transform of a service returns for one message.
+
+    Sends nothing. Spark evaluates the function here, and takes some seconds to start. Exit codes:
+    75 if the messages of the service would wait, because the function itself fails; 1 if this
+    message would become a dead letter.
+    """
+    settings = load(config)
+    transforms = {item.service: item for item in settings.transforms}
+    if service not in transforms:
+        raise ConfigurationError(
+            f"saf.toml has no [[transforms]] for {service!r}{did_you_mean(service, transforms)}"
+        )
+    if (message is None) == (body is None):
+        raise UsageError("use either --message ID or --body TEXT")
+    if message is None:
+        row = encode(Message(service=service, body=body, key=key, message_type=message_type))
+        columns = row._asdict()
+    else:
+        round_ = Round(chosen(settings, broker), settings)
+        found = round_.visit("message", lambda connection: _sent(connection, message))
+        columns = next((item for item in found.values() if item), {})
+        if not columns:
+            round_.finish(say=True)
+            raise ConfigurationError(f"no outbox has a message {message}")
+    from saf.spark.evaluation import tried  # Arrow takes a while to import
+
+    result = tried(
+        service,
+        transforms[service].function,
+        columns,
+        settings.forwarder.max_bytes,
+        deterministic=transforms[service].deterministic,
+    )
+    messages = [_shown(item) for item in result.messages]
+    if as_json:
+        report = {"messages": messages, "dead": result.dead, "waits": result.waits}
+        echo(json.dumps({"service": service, **report}))
+    elif result.waits is not None:
+        echo(f"messages for {service!r} would wait: {result.waits}")
+    elif result.dead is not None:
+        echo(f"the message would become a dead letter: {result.dead}")
+    elif not messages:
+        echo("the message would be left out")
+    else:
+        for item in messages:
+            echo(json.dumps(item, ensure_ascii=False))
+    failed = Unavailable.exit_code if result.waits is not None else DEAD
+    raise typer.Exit(failed if result.waits is not None or result.dead is not None else 0)
+
+
+def _sent(connection: psycopg.Connection[Any], message_id: UUID) -> dict[str, Any] | None:
+    with connection.cursor(row_factory=dict_row) as cursor:
+        return cursor.execute(SENT, {"message_id": message_id}).fetchone()
+
+
+def _shown(message: dict[str, Any]) -> dict[str, Any]:
+    headers = None if message["headers"] is None else json.loads(message["headers"])
+    body = message["body"].decode(errors="replace")
+    return {**message, "message_id": str(message["message_id"]), "headers": headers, "body": body}

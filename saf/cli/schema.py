@@ -1,15 +1,32 @@
-"""``saf migrate`` and ``saf grant``: the schema of a broker, and the rights of a role on it."""
+"""``saf migrate``, ``saf grant``, ``saf sender``: a broker's schema, and the rights of roles on it.
+
+`grant` gives a role the rights of its duty. `sender` says which roles may send as which service,
+and to which services.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
+import psycopg
 import typer
 
-from saf.broker import grants, whole
-from saf.cli.console import echo
-from saf.database import REVISION, Dsn, unavailable_if_lost
+from saf.broker import grants, senders, whole
+from saf.cli.brokers import AsJson, Brokers, Commands
+from saf.cli.console import Table, echo
+from saf.database import REVISION, Dsn, check_schema, unavailable_if_lost
 from saf.errors import ConfigurationError
+
+OwnersDsn = Annotated[
+    str,
+    typer.Option(
+        envvar="SAF_DSN",
+        help="The broker's database, as the owner of its schema saf. A password is better in the "
+        "environment (PGPASSWORD, SAF_DSN) than on the command line.",
+    ),
+]
 
 
 def migrate(
@@ -51,14 +68,7 @@ def warn_of_search_path(database: Dsn) -> None:
 
 def grant(
     name: Annotated[str, typer.Argument(help="An existing role of the server.")],
-    dsn: Annotated[
-        str,
-        typer.Option(
-            envvar="SAF_DSN",
-            help="The broker's database, as the owner of its schema saf. A password is better in "
-            "the environment (PGPASSWORD, SAF_DSN) than on the command line.",
-        ),
-    ],
+    dsn: OwnersDsn,
     role: Annotated[
         list[grants.Kind] | None,
         typer.Option(help="Duty of the login, e.g. --role receiver --role writer."),
@@ -98,3 +108,113 @@ def grant(
         grants.grant(connection, name, kinds)
     duty = " and ".join(kinds) or "nothing in schema saf any more"
     echo(f"{database.database}: {name} is {duty}")
+
+
+sending = Commands(help="Senders: which roles may send as which service.")
+
+Role = Annotated[str, typer.Argument(metavar="ROLE", help="An existing role of the server.")]
+
+RULES = Table[senders.Sender](
+    *("role", "from", "to"),
+    cells=lambda rule: (
+        rule.role if rule.known else f"{rule.role} (no such role)",
+        rule.from_service,
+        rule.to_service or "any",
+    ),
+    plain=lambda rule: {
+        "role": rule.role,
+        "from": rule.from_service,
+        "to": rule.to_service,
+        "created_at": rule.created_at.isoformat(),
+        "known": rule.known,
+    },
+)
+
+
+@sending.command()
+def add(
+    role: Role,
+    dsn: OwnersDsn,
+    from_service: Annotated[
+        str, typer.Option("--from", help="The service that the role may send as.")
+    ],
+    to_service: Annotated[
+        list[str] | None,
+        typer.Option("--to", help="A service that it may send to. Default: any."),
+    ] = None,
+    refuse_others: Annotated[
+        bool,
+        typer.Option(
+            "--refuse-others",
+            help="Create a broker's first rule even if other roles write, which then may not send.",
+        ),
+    ] = False,
+) -> None:
+    """Let a role, and its members, send as a service.
+
+    While a broker has rules, the server refuses each message whose sender and receiver no rule of
+    the role allows. The owner of the schema is not restricted. The role needs `saf grant --role
+    writer` too.
+    """
+    to_services: list[str | None] = [*to_service] if to_service else [None]
+    with _connected(dsn) as (name, connection):
+        first = not senders.senders(connection)
+        new = senders.add_senders(
+            connection, role, from_service, to_services, refuse_others=refuse_others
+        )
+    receivers = ", ".join(receiver or "any service" for receiver in to_services)
+    echo(f"{name}: {role} may send as {from_service} to {receivers}{'' if new else ' already'}")
+    if first:
+        echo(f"{name}: from now on, nobody but the owner sends without a rule")
+
+
+@sending.command("list")
+def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
+    """Show the rules of the brokers.
+
+    Without rules, any writer may send as any service.
+    """
+    round_.show_rows("sender", senders.senders, "senders", RULES, as_json=as_json)
+
+
+@sending.command()
+def remove(
+    role: Role,
+    dsn: OwnersDsn,
+    from_service: Annotated[
+        str | None, typer.Option("--from", help="Only rules to send as this service.")
+    ] = None,
+    to_service: Annotated[
+        list[str] | None, typer.Option("--to", help="Only rules to send to this service.")
+    ] = None,
+    allow_others: Annotated[
+        bool,
+        typer.Option(
+            "--allow-others",
+            help="Remove a broker's last rule: any writer may then send as any service again.",
+        ),
+    ] = False,
+) -> None:
+    """Remove rules of a role.
+
+    Without --from and --to, all rules of the role.
+    """
+    with _connected(dsn) as (name, connection):
+        removed = senders.remove_senders(
+            connection, role, from_service, to_service, allow_others=allow_others
+        )
+        left = senders.senders(connection)
+    echo(f"{name}: {removed} {'rule' if removed == 1 else 'rules'} of {role} removed")
+    if not left:
+        echo(f"{name}: it has no rule left, so any writer may send as any service")
+
+
+@contextmanager
+def _connected(dsn: str) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
+    database = Dsn(dsn)
+    with (
+        unavailable_if_lost(f"database {database}"),
+        database.connect(role="grant", autocommit=True) as connection,
+    ):
+        check_schema(connection)
+        yield database.database, connection

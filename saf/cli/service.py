@@ -1,20 +1,22 @@
-"""``saf service``: the services that live at a broker, each with a subscription of its own."""
+"""``saf service`` and ``saf subscription``: services of a broker, their readers, and streams."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import psycopg
 import typer
 
 from saf.broker import services
-from saf.cli.brokers import AsJson, AtStore, Config, Round, Store, store, stores
-from saf.cli.console import echo
-from saf.cli.options import grouped
-from saf.cli.tables import Table
-from saf.config import load
+from saf.broker.services import Start
+from saf.cli.brokers import AsJson, AtStore, AtStores, Commands, Config, Round, Store, round_at
+from saf.cli.console import Table, echo
+from saf.errors import UsageError
+from saf.log import stream
+from saf.operating.places import everywhere, store
 
-app = typer.Typer(no_args_is_help=True, help="Services: what messages are addressed to.")
+app = Commands(help="Services: what messages are addressed to.")
 
 Service = Annotated[str, typer.Argument(metavar="NAME", help="Name of the service.")]
 Discard = Annotated[
@@ -29,7 +31,6 @@ SERVICES = Table[services.Service](
 
 
 @app.command()
-@grouped
 def create(
     names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Names of the services.")],
     *,
@@ -49,43 +50,182 @@ def create(
     `saf parked list` shows them there.
     """
 
-    def make(connection: psycopg.Connection[Any], _: object) -> tuple[bool, list[str]]:
+    def make(connection: psycopg.Connection[Any]) -> list[str]:
         first = not services.services(connection)
-        return first, services.create_services(connection, names, refuse_others=refuse_others)
+        created = services.create_services(connection, names, refuse_others=refuse_others)
+        only = ["from now on, it stores messages for its services only; others wait"]
+        return [
+            f"service {name} {'created' if name in created else 'already exists'}" for name in names
+        ] + only * first
 
-    for where, (first, created) in round_.visit("service", make).items():
-        for name in names:
-            echo(f"{where}: service {name} {'created' if name in created else 'already exists'}")
-        if first:
-            echo(f"{where}: from now on, it stores messages for its services only; others wait")
-    round_.finish(say=True)
+    round_.tell("service", make, list)
 
 
 @app.command("list")
-def list_(config: Config = None, broker: Store = None, as_json: AsJson = False) -> None:
+def list_(*, round_: AtStores, as_json: AsJson = False) -> None:
     """Show the services of the destinations, and who reads their messages."""
-    round_ = Round(stores(load(config), broker))
-    found = round_.visit("service", lambda connection, _: services.services(connection))
-    round_.show_rows("services", found, SERVICES, as_json=as_json)
+    round_.show_rows("service", services.services, "services", SERVICES, as_json=as_json)
 
 
 @app.command()
-def remove(
-    name: Service, config: Config = None, broker: Store = None, discard: Discard = False
-) -> None:
+def remove(name: Service, *, round_: AtStore, discard: Discard = False) -> None:
     """Remove a service and its subscriptions.
 
     New messages for it wait at their sources. Without its last service, a broker stores messages
     for any service again.
     """
-    round_ = Round(store(load(config), broker))
 
-    def forget(connection: psycopg.Connection[Any], _: object) -> bool:
+    def forget(connection: psycopg.Connection[Any]) -> list[str]:
         services.remove_service(connection, name, discard=discard)
-        return bool(services.services(connection))
+        left = services.services(connection)
+        any_again = ["it has no service left, and stores messages for any again"]
+        return [f"service {name} removed"] + any_again * (not left)
 
-    for where, left in round_.visit("service", forget).items():
-        echo(f"{where}: service {name} removed")
-        if not left:
-            echo(f"{where}: it has no service left, and stores messages for any again")
+    round_.tell("service", forget, list)
+
+
+subscriptions = Commands(help="Subscriptions: named readers of an inbox, and streams.")
+
+Log = Literal["outbox", "inbox"]
+Subscription = Annotated[str, typer.Argument(metavar="NAME", help="Name of the subscription.")]
+
+SUBSCRIPTIONS = Table[services.Subscription](
+    *("subscription", "service"),
+    cells=lambda row: (row.name, row.service or "(all)"),
+    plain=lambda row: {"subscription": row.name, "service": row.service},
+)
+
+
+@subscriptions.command("create")
+def create_subscription(
+    name: Subscription,
+    *,
+    service: Annotated[str | None, typer.Option(help="Service whose messages are read.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all-services", help="Instead: read the messages for all services.")
+    ] = False,
+    log: Annotated[
+        Log | None,
+        typer.Option(
+            "--stream", help="Instead: register a stream of Spark that reads this log of --broker."
+        ),
+    ] = None,
+    from_now: Annotated[
+        bool, typer.Option("--from-now", help="Only messages stored from now on.")
+    ] = False,
+    config: Config = None,
+    broker: Store = None,
+) -> None:
+    """Add a reader to a service, or register a stream.
+
+    Each reader of a service gets every message.
+    """
+    if [service is not None, everything, log is not None].count(True) != 1:
+        raise UsageError(
+            "whose messages? Use either --service NAME or --all-services; or, for a stream, which "
+            "log: --stream outbox"
+        )
+    start: Start = "now" if from_now else "beginning"
+    if log is not None:
+        _register(name, log, start, config, broker)
+        return
+    round_at(store, config, broker).tell(
+        "subscription",
+        lambda connection: services.create_subscription(
+            connection, name, service=service, start=start
+        ),
+        lambda created: f"subscription {name} {'created' if created else 'already exists'}",
+    )
+
+
+def _register(name: str, log: Log, start: Start, config: Config, broker: Store) -> None:
+    if broker is None:
+        raise UsageError("a stream belongs to a broker or fleet: add --broker NAME")
+    round_at(everywhere, config, broker).tell(
+        "subscription",
+        lambda connection: stream.create(
+            connection, f"database {connection.info.dbname!r}", log, name, start
+        ),
+        lambda created: f"stream {name} {'registered' if created else 'already exists'}",
+    )
+
+
+@subscriptions.command("list")
+def list_subscriptions(*, round_: AtStores, as_json: AsJson = False) -> None:
+    """Show the subscriptions of the destinations' inboxes."""
+    round_.show_rows(
+        "subscription", services.subscriptions, "subscriptions", SUBSCRIPTIONS, as_json=as_json
+    )
+
+
+@subscriptions.command()
+def drop(
+    name: Subscription,
+    *,
+    log: Annotated[
+        Log | None,
+        typer.Option("--stream", help="Log of the stream. Default: the log that has it."),
+    ] = None,
+    config: Config = None,
+    broker: Annotated[
+        str | None,
+        typer.Option(
+            "--broker", metavar="NAME", help="Broker or fleet. Default: the broker that has it."
+        ),
+    ] = None,
+) -> None:
+    """Forget a stream of Spark, so that no messages are kept for it.
+
+    Its query cannot continue from its checkpoint: stop it first. If several brokers have such a
+    stream, or both logs of one broker, nothing is dropped until you name one.
+    """
+    round_ = round_at(everywhere, config, broker)
+    asked = round_.visit("subscription", lambda connection: stream.logs(connection, name))
+    found = {where: [item for item in logs if log in (None, item)] for where, logs in asked.items()}
+    found = {where: logs for where, logs in found.items() if logs}
+    _refuse_several(name, found, round_, broker)
+    dropping = round_.among(found)
+    for where, logs in dropping.visit(
+        "subscription",
+        lambda connection: [
+            item
+            for item in stream.logs(connection, name)
+            if log in (None, item) and stream.drop(connection, item, name)
+        ],
+    ).items():
+        for item in logs:
+            echo(f"{where}: stream {name} of the {item} dropped")
+    round_.failed += dropping.failed
     round_.finish(say=True)
+
+
+def _refuse_several(
+    name: str, found: Mapping[str, list[str]], round_: Round, broker: str | None
+) -> None:
+    """Raise, before anything is dropped, unless it is clear which stream is meant."""
+    if not found and not round_.failed:
+        raise UsageError(f"no stream {name!r}: `saf status` lists the streams")
+    if broker is None and len(found) > 1:
+        raise UsageError(
+            f"there is a stream {name!r} in {', '.join(found)}, and none is dropped: which one? "
+            "Use --broker NAME"
+        )
+    if broker is None and round_.failed:
+        echo("not every broker answers, so nothing is dropped: add --broker NAME", err=True)
+        round_.finish(say=True)
+    places = [where for where, logs in found.items() if len(logs) > 1]
+    if places:
+        raise UsageError(
+            f"there is a stream {name!r} of both logs in {', '.join(places)}, and none is dropped: "
+            "which one? Use --stream outbox or --stream inbox"
+        )
+
+
+@subscriptions.command("remove")
+def remove_subscription(name: Subscription, *, round_: AtStore, discard: Discard = False) -> None:
+    """Remove a reader, with its parked messages and dead letters."""
+    round_.tell(
+        "subscription",
+        lambda connection: services.remove_subscription(connection, name, discard=discard),
+        lambda _: f"subscription {name} removed",
+    )

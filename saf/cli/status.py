@@ -1,26 +1,33 @@
-"""``saf status``: pending messages of each broker, their age, and the forwarders at work."""
+"""``saf status`` and ``saf members``: pending messages, their age, and the owners of shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
 
-from saf.cli import parked
-from saf.cli.brokers import AsJson, Config, Name, Round, chosen
-from saf.cli.tables import Table
-from saf.config import load
-from saf.errors import ranges
-from saf.operating.status import BrokerStatus, ShardStatus, StreamStatus, broker_status
+from saf.cli import set_aside
+from saf.cli.brokers import AsJson, Brokers, Everywhere
+from saf.cli.console import Table
+from saf.errors import UsageError, ranges
+from saf.log.backlog import Shard
+from saf.operating.status import (
+    BrokerStatus,
+    Membership,
+    ShardStatus,
+    StreamStatus,
+    broker_status,
+    memberships,
+)
 from saf.operating.wording import age, at
 from saf.setaside.backoff import SHOWN
 from saf.setaside.dropped import Dropped
 
 
-def command(
-    config: Config = None,
-    broker: Name = None,
+def status(
+    *,
+    round_: Brokers,
     shards: Annotated[bool, typer.Option("--shards", help="Also list each shard.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -28,14 +35,13 @@ def command(
 
     It also shows why messages wait.
     """
-    round_ = Round(chosen(load(config), broker))
-    known = round_.visit("status", lambda connection, _: broker_status(connection, SHOWN))
+    known = round_.visit("status", lambda connection: broker_status(connection, SHOWN))
 
     def show() -> None:
         OVERVIEW.show({name: [status] for name, status in known.items()})
         lanes = {name: status.waiting for name, status in known.items()}
-        parked.BY_LANE.show_any(lanes)
-        parked.show_how_many_more(lanes)
+        set_aside.BY_LANE.show_any(lanes)
+        set_aside.show_how_many_more(lanes)
         DROPPED.show_any({name: status.dropped for name, status in known.items()})
         STREAMS.show_any({name: status.streams for name, status in known.items()})
         if shards:
@@ -87,3 +93,85 @@ def _map(status: BrokerStatus) -> Iterator[str]:
     free = [shard.shard for shard in status.shards if shard.owner is None]
     if free:
         yield f"nobody: {len(free)} ({ranges(free)})"
+
+
+def members(
+    subscription: Annotated[
+        str | None,
+        typer.Option(help="Only subscriptions of this name, of either log. Default: all."),
+    ] = None,
+    *,
+    round_: Everywhere,
+    shards: Annotated[bool, typer.Option("--shards", help="Also list each shard.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the owners of each subscription's shards, and its lag.
+
+    It covers both logs of all brokers and destinations. Forwarders, processors and dispatchers own
+    shards. Workers own none: they lock the shards of a delivery. The number of pending messages is
+    an estimate where a shard has more than 1,000; the lag is exact.
+    """
+    asked = round_.visit("members", memberships)
+    known = {
+        name: [item for item in group if subscription in (None, item.backlog.subscription)]
+        for name, group in asked.items()
+    }
+    if subscription is not None and asked and not any(known.values()):
+        names = sorted({item.backlog.subscription for group in asked.values() for item in group})
+        raise UsageError(f"--subscription {subscription} does not exist, only {', '.join(names)}")
+    by_shard = {
+        name: [(membership, row) for membership in group for row in membership.backlog.shards]
+        for name, group in known.items()
+    }
+
+    def show() -> None:
+        SUBSCRIPTIONS.show(known)
+        if shards:
+            SUBSCRIPTION_SHARDS.show(by_shard)
+
+    rows = [
+        {"broker": name, **item.as_dict(shards=shards)}
+        for name, group in known.items()
+        for item in group
+    ]
+    round_.report({"subscriptions": rows}, show, as_json=as_json)
+
+
+def _owners(membership: Membership) -> Iterator[str]:
+    held = membership.held
+    for member in membership.members:
+        own = held.get(member.name, [])
+        shards = f" ({ranges(own)})" if own else ""
+        lease = f"{member.lease_seconds:.0f} s" if member.lease_seconds > 0 else "over"
+        stopping = ", stopping" if member.stopping else ""
+        since = f"since {at(member.joined_at)}"
+        yield f"{member.name}: {len(own)}{shards}, lease {lease}, {since}{stopping}"
+    if free := held.get(None):
+        yield f"nobody: {len(free)} ({ranges(free)})"
+
+
+def _overview(row: Membership) -> Sequence[str]:
+    backlog = row.backlog
+    return (
+        backlog.log, backlog.subscription,
+        f"{'' if backlog.exact else 'about '}{backlog.messages:,}",
+        age(row.lag_seconds(backlog.oldest)), "; ".join(_owners(row)),
+    )  # fmt: skip
+
+
+def _of_shard(found: tuple[Membership, Shard]) -> Sequence[str]:
+    membership, row = found
+    part = membership.backlog.by_shard[row.shard]
+    return (
+        row.subscription, str(row.shard), row.owner or "-", str(row.epoch),
+        f"{row.batch}{' open' if row.open is not None else ''}",
+        f"{round(part.messages):,}", age(membership.lag_seconds(part.oldest)),
+    )  # fmt: skip
+
+
+SUBSCRIPTIONS = Table[Membership](
+    *("log", "subscription", "left", "lag"), below="members and their shards", cells=_overview
+)
+SUBSCRIPTION_SHARDS = Table[tuple[Membership, Shard]](
+    *("subscription", "shard", "owner", "epoch", "batch", "left", "lag"), cells=_of_shard
+)

@@ -5,13 +5,16 @@ and that reads long lists page by page. Queries belong to the packages that send
 tables of the schema, with one exception: the schema's revision is checked here.
 """
 
-from saf.database.asking import (
+from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
+from saf.database.dsn import Dsn, refuse_unescaped, without_driver
+from saf.database.queries import (
     DURABLY,
     HAS_SCHEMA,
     LOST,
     REVISION,
     SCHEMA_REVISION,
     NoAnswer,
+    array,
     check_schema,
     fetch,
     of_broker,
@@ -21,9 +24,6 @@ from saf.database.asking import (
     the_row,
     unavailable_if_lost,
 )
-from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
-from saf.database.dsn import Dsn, refuse_unescaped, without_driver
-from saf.database.parameters import array
 from saf.database.sqlstates import Meaning, meaning, translated
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Bulk connections for Arrow, by ADBC, with the bounds of all of saf's own sessions.
 
 The driver's calls wait inside a C library, which reports no waiting times and takes no limit. So
-each call is watched from outside (`saf.database.patience`), by the socket that the driver opened
+each call is watched from outside (`saf.database.bounds`), by the socket that the driver opened
 when connecting.
 """
 
@@ -18,8 +18,7 @@ import adbc_driver_postgresql
 import pyarrow as pa
 
 from saf.database import Dsn, NoAnswer
-from saf.database.bounds import Limits
-from saf.database.patience import Waiting, answer_within, hung_up, shut, sockets
+from saf.database.bounds import Limits, Waiting, answer_within, hung_up, shut, sockets
 from saf.errors import Unavailable
 
 _direct: set[Dsn] = set()

@@ -34,9 +34,8 @@ from psycopg.abc import PQGen
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import tuple_row
 
-from saf.database.asking import NoAnswer, fetch
-from saf.database.bounds import CONNECT_TIMEOUT_SECONDS, Bounds, network
-from saf.database.patience import answer_within, shut
+from saf.database.bounds import CONNECT_TIMEOUT_SECONDS, Bounds, answer_within, network, shut
+from saf.database.queries import NoAnswer, fetch
 from saf.database.sqlstates import Meaning, meaning, to_mend
 from saf.errors import ConfigurationError, Refused, Unavailable
 

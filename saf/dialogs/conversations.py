@@ -24,7 +24,7 @@ from uuid import UUID
 import psycopg
 
 from saf.database import fetch, of_broker, records
-from saf.database.pages import Page, foreign, page_of
+from saf.database.queries import Page, foreign, page_of
 from saf.dialogs.dialog import open_dialog
 from saf.dialogs.statements import Code, State
 from saf.errors import DialogNotFound, UsageError

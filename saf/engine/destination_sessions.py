@@ -17,7 +17,7 @@ from uuid import UUID
 import psycopg
 import pyarrow as pa
 
-from saf.database.patience import while_unavailable
+from saf.database.bounds import while_unavailable
 from saf.destinations import Chunk, Destination, Refusal, Stored
 from saf.destinations.marks import AGAIN, ONCE, Mark, Place
 from saf.destinations.places import beyond, touched
@@ -30,7 +30,7 @@ from saf.log.cursor import learn_set_aside
 from saf.routing.matching import AT_MOST_ONCE, EXACTLY_ONCE
 from saf.setaside.isolation import said
 from saf.telemetry.logger import Log
-from saf.telemetry.spans import forwarding
+from saf.telemetry.tracing import forwarding
 
 log = Log("saf.task")
 

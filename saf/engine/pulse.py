@@ -19,7 +19,7 @@ from typing import Any, Self
 import psycopg
 
 from saf.database import fetch
-from saf.database.patience import quiet_seconds
+from saf.database.bounds import quiet_seconds
 
 # The session may have belonged to another task
 BEGIN = """

@@ -10,7 +10,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from saf.database import connections, unavailable_if_lost
-from saf.database.patience import while_unavailable
+from saf.database.bounds import while_unavailable
 from saf.engine import kept_results, pulse
 from saf.engine.work import Work
 from saf.errors import Unavailable

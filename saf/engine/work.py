@@ -21,8 +21,7 @@ from saf.engine.survey import Survey
 from saf.log.cursor import Batch
 from saf.routing.matching import Routes
 from saf.setaside.parking import Backoff
-from saf.telemetry.declared import CHUNK_MESSAGES, CHUNK_SECONDS, Tally
-from saf.telemetry.process import OTHER
+from saf.telemetry.metrics import CHUNK_MESSAGES, CHUNK_SECONDS, OTHER, Tally
 
 if TYPE_CHECKING:
     import pyarrow as pa

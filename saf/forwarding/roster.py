@@ -2,7 +2,7 @@
 
 A broker that fails is a problem of this cycle, and is tried again after 1, 2, 4, … 32 times
 ``interval_seconds``; a run that only drains does not try it again. Fleets are asked again as
-`saf.operating.fleets` describes. Of two brokers with the same broker_id, one is a copy: the copy is
+`saf.operating.places` describes. Of two brokers with the same broker_id, one is a copy: the copy is
 not forwarded, and neither is if the roster cannot tell which is the copy.
 
 *Connections.* The driver stays connected to a broker, because a member of a subscription is a
@@ -33,7 +33,7 @@ from saf.destinations.identities import Identities
 from saf.engine.work import Work
 from saf.errors import Fenced, MemberMissing, SafError, SameBroker, SchemaMissing, Unexpected
 from saf.forwarding.broker import SourceBroker
-from saf.operating.fleets import Candidate, Listing, Member, ask, memory, missing
+from saf.operating.places import Candidate, Listing, Member, ask, memory, missing
 from saf.setaside.parking import wait_seconds
 from saf.telemetry.logger import Log
 

@@ -28,9 +28,9 @@ from saf.engine.work import Receipt, Work, add_services
 from saf.errors import Fenced, SafError, Unavailable, UsageError
 from saf.log.cursor import Batch, join_splits
 from saf.log.shards import NEWEST
-from saf.telemetry import declared as m
+from saf.telemetry import metrics as m
 from saf.telemetry.logger import Log
-from saf.telemetry.process import count, counting, observe
+from saf.telemetry.metrics import count, counting, observe
 
 log = Log("saf.forward")
 

@@ -32,8 +32,7 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import Fenced
-from saf.telemetry.declared import TAKEOVERS
-from saf.telemetry.process import count
+from saf.telemetry.metrics import TAKEOVERS, count
 
 DEFAULT_SHARDS = 64
 MAX_SHARDS = 1024

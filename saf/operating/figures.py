@@ -33,9 +33,8 @@ from saf.log.ring import AGE_COLUMN, SLOTS
 from saf.operating.forecast import Way, way
 from saf.routing.routes import current_routes
 from saf.setaside.lane import Kind
-from saf.telemetry import declared as m
-from saf.telemetry.declared import Metric
-from saf.telemetry.process import OTHER, Sample
+from saf.telemetry import metrics as m
+from saf.telemetry.metrics import OTHER, Metric, Sample
 
 MOST = 100_000
 """Maximum number of messages set aside to count; larger numbers come from server statistics."""

@@ -28,8 +28,8 @@ from saf.errors import MayNotPurge
 from saf.log.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
 from saf.routing.route_choices import forget
 from saf.sending import staging
-from saf.telemetry import declared as m
-from saf.telemetry.process import count
+from saf.telemetry import metrics as m
+from saf.telemetry.metrics import count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ from psycopg.rows import dict_row
 
 from saf.broker.health import refuse
 from saf.database import fetch, of_broker
-from saf.database.pages import Page, foreign
+from saf.database.queries import Page, foreign
 from saf.errors import TookTooLong, Unavailable
 from saf.limits import HEADERS_READABLE
 from saf.log.finding import Row

@@ -1,11 +1,14 @@
-"""The status of a broker: its identity, its pending messages and their age, and its forwarders.
+"""The status of a broker: its identity, its pending messages and their age, and owners of shards.
 
 `identity` returns the broker_id, which routes may name, and where the broker is: its database, and
 the versions of its schema and server. `broker_status` returns the state of its outbox in one
 snapshot: each shard with its pending messages, the forwarders that work on them, the lanes that
-wait, dead letters, dropped messages, and the streams of its logs.
+wait, dead letters, dropped messages, and the streams of its logs. `memberships` returns the members
+of each subscription, the shards that they own, and its backlog. Forwarders, processors and
+dispatchers are members: they own shards for the term of a lease. Workers are not. They lock the
+shards of a delivery, and own nothing between two deliveries.
 
-Both only read. If the cursors do not show which messages are pending, `broker_status` raises an
+All only read. If the cursors do not show which messages are pending, `broker_status` raises an
 error instead of returning wrong numbers. A role may lack the right to read a log: a forwarder, for
 example, only stores in the inbox. Then it is unknown how many messages of this log its streams have
 not committed, and the rest of the status is complete. Single messages are not listed here, but in
@@ -14,6 +17,7 @@ not committed, and the rest of the status is complete. Single messages are not l
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -27,6 +31,7 @@ from psycopg.rows import class_row
 from saf.broker.health import refuse
 from saf.database import fetch
 from saf.errors import RowsGone, ranges
+from saf.log.backlog import LOOK, Backlog, backlogs
 from saf.log.read import left
 from saf.log.ring import AGE_COLUMN
 from saf.setaside.dropped import Dropped, dropped
@@ -266,3 +271,109 @@ def _streams(connection: psycopg.Connection[Any]) -> Iterator[StreamStatus]:
         )
         with psycopg.Cursor(connection, row_factory=class_row(StreamStatus)) as cursor:
             yield from cursor.execute(query).fetchall()
+
+
+MEMBERS_OF_ALL = """
+SELECT subscription_id, name, joined_at, stopping,
+       extract(epoch FROM lease_until - now())::float AS lease_seconds
+FROM saf.member ORDER BY name, member_id
+"""
+NOW = "SELECT clock_timestamp()"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberRow:
+    """A live process of a subscription."""
+
+    subscription_id: int
+    name: str
+    """host:pid."""
+    joined_at: datetime
+    stopping: bool
+    """True if the member was asked to stop."""
+    lease_seconds: float
+    """Seconds until others may take its shards; below 0 if they may take them now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """The members and the backlog of one subscription."""
+
+    backlog: Backlog
+    members: tuple[MemberRow, ...]
+    now: datetime
+
+    @property
+    def held(self) -> dict[str | None, list[int]]:
+        """The shards of each member by its name; unowned shards under None."""
+        held: dict[str | None, list[int]] = defaultdict(list)
+        for row in self.backlog.shards:
+            held[row.owner].append(row.shard)
+        return held
+
+    def lag_seconds(self, oldest: datetime | None) -> float | None:
+        """Return the age of a message, by the broker's clock."""
+        return None if oldest is None else max(0.0, (self.now - oldest).total_seconds())
+
+    def as_dict(self, *, shards: bool = False) -> dict[str, Any]:
+        """Return a dict for JSON; with ``shards``, list each shard, too."""
+        held, backlog = self.held, self.backlog
+        result: dict[str, Any] = {
+            "subscription": backlog.subscription,
+            "log": backlog.log,
+            "service": backlog.service,
+            "left": backlog.messages,
+            "exact": backlog.exact,
+            "lag_seconds": self.lag_seconds(backlog.oldest),
+            "members": [
+                {
+                    **asdict(item),
+                    "joined_at": item.joined_at.isoformat(),
+                    "shards": ranges(held.get(item.name, [])),
+                }
+                for item in self.members
+            ],
+            "unowned_shards": ranges(held.get(None, [])),
+        }
+        if shards:
+            result["shards"] = [
+                {
+                    "shard": row.shard,
+                    "owner": row.owner,
+                    "epoch": row.epoch,
+                    "batch": row.batch,
+                    "open": row.open is not None,
+                    "left": round(part.messages),
+                    "lag_seconds": self.lag_seconds(part.oldest),
+                }
+                for row in backlog.shards
+                for part in [backlog.by_shard[row.shard]]
+            ]
+        for member in result["members"]:
+            del member["subscription_id"]
+        return result
+
+
+def memberships(connection: psycopg.Connection[Any], *, look: int = LOOK) -> list[Membership]:
+    """Return the members of each subscription of a broker, the outbox's first. Reads only.
+
+    At most ``look`` messages of a shard's backlog are read; the rest is estimated.
+
+    Raises:
+        Restored: the broker's cursors do not show what is left.
+    """
+    refuse(connection)
+    found = backlogs(connection, look=look)
+    with psycopg.Cursor(connection, row_factory=class_row(MemberRow)) as cursor:
+        members = cursor.execute(MEMBERS_OF_ALL).fetchall()
+    ((now,),) = fetch(connection, NOW)
+    return [
+        Membership(
+            backlog=backlog,
+            members=tuple(
+                m for m in members if m.subscription_id == backlog.shards[0].subscription_id
+            ),
+            now=now,
+        )
+        for backlog in found
+    ]

@@ -32,10 +32,9 @@ from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import fulfil
 from saf.errors import SafError, SchemaMissing, Unexpected
 from saf.operating.figures import Ask
-from saf.operating.fleets import Candidate
-from saf.telemetry.declared import READ_SECONDS, UP
+from saf.operating.places import Candidate
 from saf.telemetry.logger import Log
-from saf.telemetry.process import Sample
+from saf.telemetry.metrics import READ_SECONDS, UP, Sample
 
 AT_ONCE = 16
 """Number of brokers queried in parallel."""

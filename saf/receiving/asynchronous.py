@@ -58,7 +58,7 @@ from saf.receiving.receive import one_delivery
 from saf.receiving.retries import Policy
 from saf.signing.signer import Key, Signer
 from saf.signing.verifier import Trust
-from saf.telemetry import spans
+from saf.telemetry import tracing
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine
@@ -127,7 +127,7 @@ async def areceive(
             await step(receiving.__exit__, type(cancelled), cancelled, None)
             raise cancelled
         try:
-            with spans.receiving(subscription, delivery):
+            with tracing.receiving(subscription, delivery):
                 yield delivery
         except BaseException as error:
             suppressed, _ = await step(receiving.__exit__, type(error), error, error.__traceback__)

@@ -21,7 +21,7 @@ import psycopg
 from saf.errors import UnreadableBody, masked
 from saf.received import Received
 from saf.receiving.retries import Policy
-from saf.telemetry.log_lines import trace_of
+from saf.telemetry.tracing import trace_of
 
 LAST = "none: it is a dead letter, because this was the last attempt"
 PERMANENT = "none: it is a dead letter, because no further attempt helps"

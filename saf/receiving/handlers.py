@@ -20,9 +20,8 @@ from typing import Any
 from saf.errors import UsageError
 from saf.received import Received
 from saf.telemetry import carried
-from saf.telemetry.declared import HANDLER_SECONDS
-from saf.telemetry.process import counting, timed
-from saf.telemetry.spans import processing
+from saf.telemetry.metrics import HANDLER_SECONDS, counting, timed
+from saf.telemetry.tracing import processing
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,9 +47,8 @@ from psycopg import IsolationLevel, sql
 from psycopg.pq import TransactionStatus
 
 from saf.database import Dsn, fetch
-from saf.database.bounds import Bounds
+from saf.database.bounds import Bounds, answer_within
 from saf.database.dsn import refuse_pooler
-from saf.database.patience import answer_within
 from saf.errors import ConfigurationError, Unavailable, UsageError
 from saf.receiving import claim
 

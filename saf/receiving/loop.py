@@ -44,9 +44,8 @@ from saf.receiving.savepoints import Piece, Savepoints
 from saf.receiving.stopping import STOP_SECONDS, Stopping
 from saf.receiving.summary import SetAside, Summary
 from saf.signing.verifier import Trust
-from saf.telemetry.declared import FAILED_ATTEMPTS, RECEIVE_SECONDS, RECEIVED
 from saf.telemetry.logger import Log
-from saf.telemetry.process import count, observe
+from saf.telemetry.metrics import FAILED_ATTEMPTS, RECEIVE_SECONDS, RECEIVED, count, observe
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine

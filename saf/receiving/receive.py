@@ -66,7 +66,7 @@ from saf.receiving.summary import SetAside
 from saf.setaside.isolation import of_messages, said
 from saf.signing.signer import Key, Signer
 from saf.signing.verifier import Trust, Verifier
-from saf.telemetry import spans
+from saf.telemetry import tracing
 from saf.telemetry.logger import Log
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def receive(
             trust=Trust.of(keys, required=require_signed),
             signer=signer,
         ) as delivery,
-        spans.receiving(subscription, delivery),
+        tracing.receiving(subscription, delivery),
     ):
         yield delivery
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import psycopg
 
-from saf.database.patience import shut
+from saf.database.bounds import shut
 from saf.errors import StopTimeout
 from saf.received import Received
 from saf.signals import stop_on_signals

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psycopg
 from psycopg.rows import tuple_row
 
-from saf.database import parameters, pinned
+from saf.database import pinned, queries
 from saf.errors import AutocommitError, UsageError
 from saf.transaction import (
     Entrance,
@@ -59,7 +59,7 @@ class _AsyncPsycopg(OnPsycopg):
 
     async def execute(self, statement: str, params: Mapping[str, Any]) -> None:
         cursor = psycopg.AsyncCursor(self.connection)
-        params = parameters.in_arrays(self.connection, params)
+        params = queries.in_arrays(self.connection, params)
         await cursor.execute(statement, params, prepare=self.prepare)
 
     async def fetch(self, statement: str) -> Rows:

@@ -12,7 +12,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
-from saf.database.pages import Page, number_at, page_of
+from saf.database.queries import Page, number_at, page_of
 
 # Numbers are assigned in the order of the commits, even with retries: the messages of a low number
 # must not arrive after those of a higher one.

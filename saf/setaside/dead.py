@@ -16,7 +16,7 @@ import psycopg
 from psycopg import sql
 
 from saf.columns import COLUMNS
-from saf.database import fetch, parameters
+from saf.database import fetch, queries
 from saf.limits import WHY_NOT
 from saf.message import MAX_BODY
 from saf.signing.verifier import ALTERED, UNKNOWN_KEY, UNSIGNED
@@ -93,7 +93,7 @@ def bury(
     statement = sql.SQL(BURY).format(sql.SQL(", ").join(map(sql.Identifier, columns)))
     with psycopg.Cursor(connection) as cursor, cursor.copy(statement) as copy:
         values = ([row[column] for column in columns] for row in rows)
-        for row in parameters.in_rows(connection, values):
+        for row in queries.in_rows(connection, values):
             copy.write_row(row)
 
 

@@ -32,7 +32,7 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from saf.columns import COLUMNS
-from saf.database import array, fetch, parameters
+from saf.database import array, fetch, queries
 from saf.log.cursor import Batch
 from saf.setaside.lane import BROKER, GIVEN, OF_RECEIVERS, THE_LANE, Lane, given
 
@@ -190,7 +190,7 @@ def copy_in(connection: psycopg.Connection[Any], rows: Sequence[dict[str, Any]])
     """
     with psycopg.Cursor(connection) as cursor, cursor.copy(PARK) as copy:
         values = ([*(row[c] for c in PARKED_COLUMNS), row.get("source")] for row in rows)
-        for row in parameters.in_rows(connection, values):
+        for row in queries.in_rows(connection, values):
             copy.write_row(row)
 
 

@@ -28,7 +28,7 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
-from saf.database.pages import Page, number_at, page_of
+from saf.database.queries import Page, number_at, page_of
 from saf.limits import HEADERS_READABLE
 from saf.log import shards
 from saf.setaside.dead import SHOWN

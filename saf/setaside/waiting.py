@@ -19,7 +19,7 @@ from psycopg.rows import class_row
 from pydantic import Field, StringConstraints, TypeAdapter
 
 from saf.database import fetch
-from saf.database.pages import Page, foreign, page_of
+from saf.database.queries import Page, foreign, page_of
 from saf.setaside.audit import audit
 from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Kind
 from saf.setaside.parking import BLOCKED, Backoff

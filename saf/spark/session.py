@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from saf.database import pinned
-from saf.database.patience import shut, sockets_to
+from saf.database.bounds import shut, sockets_to
 from saf.errors import ConfigurationError, MissingExtra, SafError
 from saf.spark import java
 from saf.spark.java import address, java_options, log_in

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from saf.errors import ConfigurationError, MissingExtra, Unavailable, UsageError
-from saf.telemetry.declared import Metric, Tally
-from saf.telemetry.process import Sample
+from saf.telemetry.metrics import Metric, Sample, Tally
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family

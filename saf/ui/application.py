@@ -1,9 +1,13 @@
-"""The application: addresses of pages, access to them, and processing of forms.
+"""The application: addresses of pages, access to them, processing of forms, and live streams.
 
 A page is a function of a visit. It runs in a thread, because it queries databases. Visitors who are
 not logged in are redirected to the login, and afterwards to the page they wanted, within this
 dashboard only. Changes need a POST with the session's CSRF token, from the same origin, by a
 visitor who may operate. Logins, logouts, wrong tokens and refusals are logged; tokens are not.
+
+An open page holds a stream of server-sent events, which tell it when to reload itself. An event
+only signals that new figures exist. A page loads them from its own address, with its own filters,
+so its content is the same with and without JavaScript.
 """
 
 from __future__ import annotations
@@ -20,7 +24,13 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
@@ -29,9 +39,7 @@ from saf.config import Settings
 from saf.errors import SafError, Unavailable
 from saf.operating.wording import shown
 from saf.telemetry.logger import Log
-from saf.ui import live
-from saf.ui.access import Visitor
-from saf.ui.guard import Attempts, Guarded, KnownHosts
+from saf.ui.access import Attempts, Guarded, KnownHosts, Visitor
 from saf.ui.pages import PAGES
 from saf.ui.rendering import STATIC
 from saf.ui.site import Site, Visit
@@ -67,7 +75,7 @@ def application(settings: Settings, *, write: bool) -> ASGIApp:
     routes = [
         Route("/login", _login(site), methods=["GET", "POST"]),
         Route("/logout", _logout(site), methods=["POST"]),
-        Route("/live", live.endpoint(site), methods=["GET"]),
+        Route("/live", _live(site), methods=["GET"]),
         Mount("/static", StaticFiles(directory=STATIC)),
     ]
     for path, endpoint in PAGES.items():
@@ -266,3 +274,46 @@ def _not_found(site: Site) -> Callable[[Request, Any], Awaitable[Response]]:
         return await _problem(visit, 404, "no such page")
 
     return handler
+
+
+LOOK_SECONDS = 0.5
+LONGEST_SECONDS = 300.0
+"""Longest duration of a stream. The browser then opens another, which checks the login again."""
+MOST_STREAMS = 200
+"""Most streams at a time."""
+
+
+def _live(site: Site) -> Callable[[Request], Awaitable[Response]]:
+    """Return the endpoint of the stream."""
+    streams = 0
+
+    async def stream(request: Request) -> AsyncIterator[str]:
+        nonlocal streams
+        streams += 1
+        try:
+            seen = site.pulse.number
+            loop = asyncio.get_running_loop()
+            end = loop.time() + LONGEST_SECONDS
+            yield "retry: 3000\n\n"
+            while loop.time() < end and not (site.ending or site.pulse.over):
+                if site.access.visitor(request) is None:
+                    return
+                if site.pulse.number != seen:
+                    seen = site.pulse.number
+                    yield f"event: tick\ndata: {seen}\n\n"
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            streams -= 1
+
+    async def answer(request: Request) -> Response:
+        if site.access.visitor(request) is None:
+            return Response(status_code=401)
+        if streams >= MOST_STREAMS:
+            return Response(status_code=503)
+        return StreamingResponse(
+            stream(request),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
+
+    return answer

@@ -23,7 +23,7 @@ import psycopg
 from saf.config import Broker
 from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError, SchemaMissing, Unavailable, Unexpected
-from saf.operating.fleets import Candidate
+from saf.operating.places import Candidate
 from saf.operating.watch import Questions
 
 T = TypeVar("T")

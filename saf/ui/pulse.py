@@ -18,9 +18,8 @@ from saf.config import Settings
 from saf.operating.figures import asker
 from saf.operating.places import Places
 from saf.operating.watch import Watch
-from saf.telemetry import declared as m
-from saf.telemetry.declared import Metric
-from saf.telemetry.process import Sample
+from saf.telemetry import metrics as m
+from saf.telemetry.metrics import Metric, Sample
 
 EVERY_SECONDS = 3.0
 """Interval while a page is open."""

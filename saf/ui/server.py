@@ -1,7 +1,7 @@
 """The server of `saf ui`: ends soon after the first signal, even while pages are open.
 
-An open page holds a stream (`saf.ui.live`), which would delay the end. So streams are told to end
-first. After a second signal, the server does not wait for anything.
+An open page holds a stream (`saf.ui.application`), which would delay the end. So streams are told
+to end first. After a second signal, the server does not wait for anything.
 """
 
 from __future__ import annotations

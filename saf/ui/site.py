@@ -1,9 +1,10 @@
-"""The site: state shared by all pages of a dashboard, and one visit to a page."""
+"""The site: state shared by all pages of a dashboard, and one visit to a page with its fields."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 from urllib.parse import urlencode
@@ -14,9 +15,9 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from saf.config import Settings
 from saf.destinations.identities import Identities
-from saf.errors import ConfigurationError
+from saf.errors import ConfigurationError, UsageError
 from saf.operating.places import Places
-from saf.telemetry import declared as m
+from saf.telemetry import metrics as m
 from saf.ui.access import Access, Visitor
 from saf.ui.brokers import Brokers
 from saf.ui.jobs import Jobs
@@ -167,3 +168,31 @@ class Visit:
         """Render a part of a page."""
         compiled = self.site.environment.get_template(template)
         return HTMLResponse(compiled.render(path=self.path, here=self.given("here"), **shown))
+
+
+def moment_of(text: str | None) -> datetime | None:
+    """Return a point in time; without an offset, it is in this machine's time zone.
+
+    >>> moment_of("2026-01-31T13:00:00+01:00").timestamp()
+    1769860800.0
+    >>> moment_of(None)
+    """
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError):
+        raise UsageError(f"{text!r} is not a time such as 2026-01-31T12:00:00Z") from None
+
+
+def number_of(text: str | None) -> int | None:
+    """Return a number as the pages write it.
+
+    >>> number_of("12"), number_of(None)
+    (12, None)
+    """
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):  # noqa: PLR2004 - of a bigint
+        raise UsageError(f"{text!r} is not a valid number")
+    return int(text)

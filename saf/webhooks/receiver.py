@@ -43,8 +43,7 @@ from uuid import UUID, uuid5
 import psycopg
 
 from saf.database import fetch
-from saf.database.bounds import GRACE_SECONDS
-from saf.database.patience import answer_within, shut
+from saf.database.bounds import GRACE_SECONDS, answer_within, shut
 from saf.errors import InvalidMessage, NotVerified, SafError
 from saf.message import CONTENT_TYPE, FIRST_DAY, LAST_DAY, OUT_OF_CALENDAR, Message, encode
 from saf.receiving.link import connected

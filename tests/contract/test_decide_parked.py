@@ -15,7 +15,7 @@ import saf
 from saf.database import Dsn, fetch
 from saf.errors import Unavailable
 from saf.failpoints import arm
-from saf.operating import decide, decide_parked
+from saf.operating import decide
 from saf.operating.decide import in_chunks
 from saf.setaside import audit, waiting
 from saf.setaside.selection import ParkedMessages
@@ -385,7 +385,7 @@ def test_a_key_that_a_person_makes_due_is_a_members_and_no_other_persons(mom: Ds
 def test_a_decision_that_takes_so_long_that_a_member_may_have_read_the_key_is_undone(
     mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decide_parked, "LONGEST_SECONDS", 0.0)
+    monkeypatch.setattr(decide, "LONGEST_SECONDS", 0.0)
     with connect(mom) as connection:
         member = new_member(connection)
         connection.execute("UPDATE saf.cursor SET owner = %s", [member.member_id])

@@ -11,7 +11,7 @@ from saf.config import Broker, Settings
 from saf.database import Dsn
 from saf.destinations.postgresql import Postgresql
 from saf.operating.figures import Ask, asker
-from saf.telemetry.declared import PENDING
+from saf.telemetry.metrics import PENDING
 from tests.destinations import NOWHERE
 from tests.pipeline import connect, new_member, send
 from tests.waits import until

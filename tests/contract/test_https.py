@@ -25,7 +25,7 @@ from pydantic import SecretStr, ValidationError
 import saf
 import saf.webhooks
 from saf.broker.services import create_service
-from saf.cli.replay import in_words
+from saf.cli.repair import in_words
 from saf.database import Dsn, fetch
 from saf.database.bounds import Bounds
 from saf.destinations import Refusal

@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 
 from saf import Outbox
-from saf.cli.replay import in_words
+from saf.cli.repair import in_words
 from saf.database import Dsn, fetch
 from saf.destinations.marks import Known
 from saf.destinations.postgresql import Postgresql

@@ -31,8 +31,7 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.message import MAX_HEADERS, Message, check_headers, encode
 from saf.telemetry.carried import LARGE, LONGEST, _say, carrier_of, context_of, with_context
-from saf.telemetry.log_lines import trace_ids
-from saf.telemetry.spans import MOST_LINKS, MOST_LOOKED_AT, SCHEMA, forwarding
+from saf.telemetry.tracing import MOST_LINKS, MOST_LOOKED_AT, SCHEMA, forwarding, trace_ids
 from tests.dialogs import SHOP, begin
 from tests.dialogs import receive as hear
 from tests.endpoints import Got, Partner, Reply, dispatch, serving

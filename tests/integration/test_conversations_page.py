@@ -14,7 +14,7 @@ import pytest
 
 import saf
 from saf.broker.services import create_service
-from saf.cli.contract import _read
+from saf.cli.dialog import _read
 from saf.database import Dsn, fetch
 from saf.dialogs.statements import TRANSITIONS, Code
 from saf.errors import ConfigurationError

@@ -28,8 +28,7 @@ from saf.database import Dsn, fetch
 from saf.destinations.postgresql import Postgresql
 from saf.errors import Braked
 from saf.log import stream
-from saf.operating.doctor import Finding, Limits, examine
-from saf.operating.doctor.examination import BROKER
+from saf.operating.doctor import BROKER, Finding, Limits, examine
 from saf.receiving.dispatch.condition import Book
 from saf.setaside.backoff import postpone
 from saf.setaside.lane import Lane

@@ -14,7 +14,7 @@ from saf.database import Dsn
 from saf.destinations.postgresql import Postgresql
 from saf.errors import ConfigurationError, Unavailable
 from saf.operating.doctor import examine
-from saf.operating.fleets import ask, ask_all
+from saf.operating.places import ask, ask_all
 from tests.pipeline import connect
 from tests.programs import last_json, saf, send
 

@@ -28,9 +28,8 @@ from saf.log import cursor, stream
 from saf.log.shards import Member
 from saf.operating import decide, outbox
 from saf.operating.forecast import forecast
-from saf.operating.members import memberships
 from saf.operating.repair.send_again import send_again
-from saf.operating.status import broker_status, identity
+from saf.operating.status import broker_status, identity, memberships
 from saf.receiving.dispatch import stored
 from saf.receiving.dispatch.condition import Book
 from saf.receiving.dispatch.dispatcher import Dispatcher

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 from saf.database import Dsn
-from saf.telemetry.declared import METRICS
+from saf.telemetry.metrics import METRICS
 from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import connect, forward
 from tests.programs import BIN, ROOT, run, send

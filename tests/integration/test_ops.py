@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from saf.database import Dsn
-from saf.telemetry.declared import METRICS
+from saf.telemetry.metrics import METRICS
 from saf_demo.servers import free_port
 from tests.needed import needed
 from tests.pages import page

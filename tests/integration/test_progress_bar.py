@@ -18,7 +18,7 @@ from tests.terminals import until_the_end
 PROGRAM = """
 from saf.cli import _configure_logging
 from saf.cli.console import echo, plain_console
-from saf.cli.progress import ProgressBar
+from saf.cli.forward import ProgressBar
 from saf.forwarding.summary import Progress
 from saf.telemetry.logger import Log
 

@@ -9,7 +9,7 @@ import structlog
 
 from saf.database import Dsn
 from saf.telemetry.carried import LARGE, LONGEST
-from saf.telemetry.spans import MOST_LINKS, MOST_LOOKED_AT, SCHEMA
+from saf.telemetry.tracing import MOST_LINKS, MOST_LOOKED_AT, SCHEMA
 from tests.pages import blocks, page, prepared, shell
 from tests.programs import INSTALLED, send
 from tests.receivers import put

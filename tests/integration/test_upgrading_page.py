@@ -14,7 +14,7 @@ from alembic.script import ScriptDirectory
 
 import saf
 from saf.broker.migrate import config, migrate
-from saf.database import Dsn, asking
+from saf.database import Dsn, queries
 from saf.errors import SchemaMismatch
 from tests.earlier import put_back
 from tests.pages import blocks, page, prepared, shell
@@ -97,7 +97,7 @@ def test_writers_of_the_old_package_go_on_while_the_schema_is_migrated(
 
     writers = [threading.Thread(target=write, args=[one]) for one in range(len(sent))]
     with monkeypatch.context() as old:
-        old.setattr(asking, "REVISION", before)
+        old.setattr(queries, "REVISION", before)
         for one in writers:
             one.start()
         began.wait(60)  # all have sent once, by the old package
@@ -126,7 +126,7 @@ def test_who_starts_between_the_steps_of_an_upgrade_is_told_what_to_do(
     before = migrate_to_the_revision_before(old)
     with connect(old) as connection, pytest.raises(SchemaMismatch, match="run `saf migrate"):
         saf.Outbox(allow_autocommit=True).send(connection, "billing", "")
-    monkeypatch.setattr(asking, "REVISION", before)
+    monkeypatch.setattr(queries, "REVISION", before)
     with connect(app) as connection:
         with pytest.raises(SchemaMismatch, match="upgrade the saf-outbox package"):
             saf.Outbox(allow_autocommit=True).send(connection, "billing", "")

@@ -14,7 +14,7 @@ import saf.ui
 from saf.config import Settings, load
 from saf.database import Dsn, fetch
 from saf.errors import ConfigurationError
-from saf.ui import application, guard
+from saf.ui import access, application
 from saf.ui.access import COOKIE
 from saf.ui.pages import PAGES
 from tests.dashboard import OPERATE, VIEW, Dashboard, dashboard, finished, settings
@@ -225,12 +225,12 @@ def test_who_is_wrong_too_often_is_not_listened_to_and_others_are(
     monkeypatch.setattr(application, "WRONG_TOKEN_SECONDS", 0.0)
     here, elsewhere = {"X-Forwarded-For": "192.0.2.7"}, {"X-Forwarded-For": "9.9.9.9, 192.0.2.8"}
     visitor = there.client(None)
-    for number in range(guard.MOST_WRONG):
+    for number in range(access.MOST_WRONG):
         answer = visitor.post("/login", data={"token": f"guess {number}"}, headers=here)
         assert answer.status_code == 401
     answer = visitor.post("/login", data={"token": VIEW}, headers=here)
     assert (answer.status_code, "set-cookie" in answer.headers) == (429, False)
-    assert 0 < int(answer.headers["retry-after"]) <= guard.WITHIN_SECONDS
+    assert 0 < int(answer.headers["retry-after"]) <= access.WITHIN_SECONDS
     assert visitor.post("/login", data={"token": VIEW}, headers=elsewhere).status_code == 303
 
 
@@ -239,7 +239,7 @@ def test_what_a_visitor_says_before_the_proxy_is_not_where_they_are(
 ) -> None:
     monkeypatch.setattr(application, "WRONG_TOKEN_SECONDS", 0.0)
     visitor = there.client(None)
-    for number in range(guard.MOST_WRONG):
+    for number in range(access.MOST_WRONG):
         forged = {"X-Forwarded-For": f"198.51.100.{number}, 192.0.2.9"}
         assert visitor.post("/login", data={"token": "x"}, headers=forged).status_code == 401
     again = {"X-Forwarded-For": "203.0.113.1, 192.0.2.9"}
@@ -247,10 +247,10 @@ def test_what_a_visitor_says_before_the_proxy_is_not_where_they_are(
 
 
 def test_wrong_tokens_are_remembered_for_a_bounded_number_of_addresses() -> None:
-    known = guard.Attempts()
-    for number in range(guard.MOST_ADDRESSES + 10):
+    known = access.Attempts()
+    for number in range(access.MOST_ADDRESSES + 10):
         known.wrong(f"address {number}", 0.0)
-    assert len(known._wrong) == guard.MOST_ADDRESSES
+    assert len(known._wrong) == access.MOST_ADDRESSES
 
 
 def test_who_logs_in_and_out_and_who_is_refused_is_logged_and_no_token(

@@ -24,7 +24,7 @@ from saf.config import Settings
 from saf.database import Dsn, fetch
 from saf.errors import HIDDEN, ConfigurationError
 from saf.log import finding
-from saf.ui.pages import PAGES, message, outbox
+from saf.ui.pages import PAGES, messages
 from tests.dashboard import Dashboard, dashboard, finished, message_id, served, settings
 from tests.long_lists import DECISIONS, DIALOGS, FOREIGN, LANES
 from tests.pipeline import bodies, connect, new_member, run, send
@@ -247,7 +247,7 @@ def test_a_message_that_is_not_found_in_time_is_looked_for_further_back(
     there: Dashboard, app: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finding, "STEP_PAGES", 2)
-    monkeypatch.setattr(message, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(messages, "LOOK_SECONDS", 0.0)
     with connect(app) as connection:
         for number in range(2):
             connection.execute(
@@ -281,8 +281,8 @@ def test_a_message_that_is_not_found_in_time_is_looked_for_further_back(
 def test_messages_that_are_rare_are_looked_for_further_on(
     there: Dashboard, app: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(outbox, "FURTHER_SECONDS", 0.0)
+    monkeypatch.setattr(messages, "OUTBOX_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(messages, "FURTHER_SECONDS", 0.0)
     with connect(app) as connection:
         for number in range(12):
             send(connection, "x", key=f"k{number}")

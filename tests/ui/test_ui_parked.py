@@ -11,7 +11,7 @@ import pytest
 
 from saf.database import Dsn
 from saf.setaside.selection import ParkedMessages
-from saf.ui.pages import parked
+from saf.ui.pages import set_aside
 from tests.dashboard import Dashboard, Visitor, dashboard, finished, settings
 from tests.destinations import NOWHERE, route, send_to
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, run
@@ -96,7 +96,7 @@ def test_of_a_lane_no_more_messages_are_counted_than_a_page_has_time_for(
     visitor = shop.client()
     counts = {}
     for most in (3, 6):
-        monkeypatch.setattr(parked, "MOST", most)
+        monkeypatch.setattr(set_aside, "MOST_OF_A_LANE", most)
         counts[most] = f">{most} and more<" in visitor.get("/parked").text
         assert "of destination &#39;mom&#39;" in visitor.get("/parked").text.replace("<bdi>", "")
     assert counts == {3: True, 6: False}

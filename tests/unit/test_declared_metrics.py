@@ -14,9 +14,19 @@ import pytest
 
 import saf
 from saf.errors import ConfigurationError, UsageError
-from saf.telemetry import declared, process, prometheus
-from saf.telemetry.declared import CHUNK_MESSAGES, CYCLES, FORWARDED, METRICS, Tally
-from saf.telemetry.process import MOST_SERIES, OTHER, count, observe, timed
+from saf.telemetry import metrics, prometheus
+from saf.telemetry.metrics import (
+    CHUNK_MESSAGES,
+    CYCLES,
+    FORWARDED,
+    METRICS,
+    MOST_SERIES,
+    OTHER,
+    Tally,
+    count,
+    observe,
+    timed,
+)
 from tests.scraping import families, series, value
 
 HERE = Path(saf.__file__).parent
@@ -36,15 +46,15 @@ COUNTED = {"saf_up", "saf_endpoint_state", "saf_destination_state"}
 
 
 @pytest.fixture
-def store() -> process.Store:
-    process.switch_off()
-    return process.switch_on()
+def store() -> metrics.Store:
+    metrics.switch_off()
+    return metrics.switch_on()
 
 
 @pytest.fixture(autouse=True)
 def _off() -> object:
     yield
-    process.switch_off()
+    metrics.switch_off()
 
 
 def test_every_metric_has_a_name_with_its_unit_and_labels_that_no_sender_chooses() -> None:
@@ -60,10 +70,9 @@ def test_every_metric_has_a_name_with_its_unit_and_labels_that_no_sender_chooses
 
 
 def test_every_metric_that_is_declared_is_reported_by_somebody() -> None:
-    source = {path: path.read_text() for path in HERE.rglob("*.py") if path.name != "declared.py"}
-    by_name = {
-        name: one for name, one in vars(declared).items() if isinstance(one, declared.Metric)
-    }
+    own = Path(metrics.__file__)
+    source = {path: path.read_text() for path in HERE.rglob("*.py") if path != own}
+    by_name = {name: one for name, one in vars(metrics).items() if isinstance(one, metrics.Metric)}
     for name in by_name:
         assert any(re.search(rf"\b{name}\b", text) for text in source.values()), name
 
@@ -72,10 +81,10 @@ def test_nobody_keeps_what_is_reported_until_somebody_wants_it() -> None:
     count(FORWARDED, 7, broker="shop", destination="mom")
     with timed(CYCLES):
         pass
-    assert not process.counting()
-    store = process.switch_on()
+    assert not metrics.counting()
+    store = metrics.switch_on()
     assert store.samples() == []
-    assert process.switch_on() is store
+    assert metrics.switch_on() is store
     count(FORWARDED, 7, broker="shop", destination="mom")
     assert [one.value for one in store.samples()] == [7]
 
@@ -99,7 +108,7 @@ def test_only_one_module_knows_the_library_and_none_loads_it_before_somebody_wan
     assert done.stdout == "False\n"
 
 
-def test_a_process_has_a_bounded_number_of_series(store: process.Store) -> None:
+def test_a_process_has_a_bounded_number_of_series(store: metrics.Store) -> None:
     for number in range(MOST_SERIES + 500):
         count(FORWARDED, broker=f"tenants/{number}", destination="mom")
     values = {one.labels: one.value for one in store.samples()}
@@ -109,7 +118,7 @@ def test_a_process_has_a_bounded_number_of_series(store: process.Store) -> None:
     assert {one.labels: one.value for one in store.samples()}["tenants/0", "mom"] == 2
 
 
-def test_threads_may_count_at_the_same_time(store: process.Store) -> None:
+def test_threads_may_count_at_the_same_time(store: metrics.Store) -> None:
     def add() -> None:
         for _ in range(2000):
             count(FORWARDED, broker="shop", destination="mom")
@@ -132,7 +141,7 @@ def test_a_tally_travels_and_takes_as_much_room_for_many_values_as_for_few() -> 
     assert Tally((1,)).total == 0
 
 
-def test_a_page_has_help_labels_and_cumulative_steps(store: process.Store) -> None:
+def test_a_page_has_help_labels_and_cumulative_steps(store: metrics.Store) -> None:
     count(FORWARDED, 3, broker='a "b"\n', destination="mom")
     observe(CYCLES, 0.003)
     observe(CYCLES, 1e9)
@@ -147,13 +156,13 @@ def test_a_page_has_help_labels_and_cumulative_steps(store: process.Store) -> No
     assert len(series(page)) > 5
 
 
-def test_a_file_is_there_as_a_whole_or_not_at_all(store: process.Store, tmp_path: Path) -> None:
+def test_a_file_is_there_as_a_whole_or_not_at_all(store: metrics.Store, tmp_path: Path) -> None:
     file = tmp_path / "saf.prom"
     count(FORWARDED, 3, broker="shop", destination="mom")
     prometheus.write(store.samples, file)
     assert value(file.read_text(), "saf_forwarded_messages_total", broker="shop", destination="mom")
 
-    def fails() -> list[process.Sample]:
+    def fails() -> list[metrics.Sample]:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -69,7 +69,7 @@ def test_a_client_of_a_lakehouse_is_imported_where_it_is_used_and_a_driver_needs
     heavy = {"deltalake", "pyiceberg", "pyarrow", "duckdb"}
     assert fresh_import("saf.destinations.delta")[1] & heavy == set()
     assert fresh_import("saf.destinations.iceberg")[1] & heavy == set()
-    assert fresh_import("saf.cli.destination")[1] & heavy == set()
+    assert fresh_import("saf.cli.doctor")[1] & heavy == set()
     assert fresh_import("saf.destinations.delta.link")[1] & heavy == {"deltalake"}
     assert fresh_import("saf.destinations.iceberg.link")[1] & heavy == {"pyiceberg"}
 

@@ -9,7 +9,7 @@ from uuid import UUID
 import pytest
 
 from saf.destinations import Entry
-from saf.operating.repair.reconcile.comparing import Unread
+from saf.operating.repair.reconcile import Unread
 from saf.operating.repair.reconcile.copies import Copies, Lacking
 from saf.operating.repair.send_again import Blind
 from saf.routing.matching import Route, Routes

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
-from saf.database import patience
-from saf.database.patience import while_unavailable
+from saf.database import bounds
+from saf.database.bounds import while_unavailable
 from saf.destinations import Refusal
 from saf.errors import Refused, Rejected, Unavailable
 
 PROGRAM = """
 import os, resource, socket, threading
-from saf.database.patience import answer_within, shut
+from saf.database.bounds import answer_within, shut
 
 here, there = socket.socketpair()
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -51,8 +51,8 @@ def answering(*answers: Refusal | Exception) -> Callable[[], Refusal]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "FIRST_WAIT_SECONDS", 0.0)
-    monkeypatch.setattr(patience, "LONGEST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(bounds, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(bounds, "LONGEST_WAIT_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("impatient")

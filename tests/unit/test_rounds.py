@@ -6,6 +6,7 @@ import pytest
 import typer
 
 from saf.cli.brokers import Round
+from saf.config import Settings
 from saf.errors import ConfigurationError, SafError, Unavailable
 
 MENDED, LATER = ConfigurationError("no"), Unavailable("db", "away")
@@ -26,7 +27,7 @@ MENDED, LATER = ConfigurationError("no"), Unavailable("db", "away")
 def test_what_was_found_comes_before_what_failed(
     failed: list[SafError], found: int, code: int
 ) -> None:
-    done = Round({})
+    done = Round({}, Settings.model_construct())
     done.failed = [(f"app {number}", error) for number, error in enumerate(failed)]
     if code == 0:
         done.finish(say=False, found=found)

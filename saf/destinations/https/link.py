@@ -3,7 +3,7 @@
 `Link` sends signed requests, one after the other, over one connection. It uses Python's own
 `http.client`, so a forwarder needs no more packages, and its driver no Arrow. It follows no
 redirects, ignores proxies in the environment, and verifies certificates. Each answer has a time
-limit (`saf.database.patience`), however slowly its bytes arrive, and a limit on its size.
+limit (`saf.database.bounds`), however slowly its bytes arrive, and a limit on its size.
 
 `RemoteInbox` stores a chunk by one request. The other end (`saf.webhooks.deliveries`) passes it to
 the same code that stores at a broker with a dsn: in one transaction, it refuses an older epoch,
@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from uuid import UUID, uuid4
 
-from saf.database.patience import Waiting, answer_within
+from saf.database.bounds import Waiting, answer_within
 from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.addresses import connect, context_of
 from saf.destinations.https import wire

@@ -1,7 +1,7 @@
 """Checks of a broker: its schema, its rights, set-backs, and messages that wait.
 
 These checks need saf's schema. So `schema` and `rows` come first: after an error of either, the
-other checks do not run (see `saf.operating.doctor.examination`). The next checks report causes that
+other checks do not run (see `saf.operating.doctor`). The next checks report causes that
 keep messages from being stored or read: missing rights, row-level security, a restored backup,
 forged transaction ids. The last checks report messages that wait, unread or set aside, and what
 helps.

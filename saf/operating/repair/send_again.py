@@ -59,8 +59,7 @@ from saf.engine.acknowledged import adopt
 from saf.errors import CannotReadBack, UsageError
 from saf.log.shards import shard_of
 from saf.log.side import in_order
-from saf.operating.repair.reconcile import lost
-from saf.operating.repair.reconcile.comparing import DISCARDED, SENT, SET_ASIDE, Unread, unread_of
+from saf.operating.repair.reconcile import DISCARDED, SENT, SET_ASIDE, Unread, lost, unread_of
 from saf.operating.repair.reconcile.copies import RoutesOf, copied_to
 from saf.operating.repair.reconcile.outcome import Range, read_both
 from saf.operating.repair.replay import Copy, replay

@@ -25,9 +25,8 @@ from saf.receiving.dispatch.talking import Talked
 from saf.receiving.dispatch.window import Walk, Window
 from saf.setaside.dropped import EXPIRED
 from saf.setaside.isolation import of_messages, said
-from saf.telemetry.declared import ANSWERS, DISPATCH_SECONDS, IN_FLIGHT
-from saf.telemetry.process import count, observe
-from saf.telemetry.spans import dispatching
+from saf.telemetry.metrics import ANSWERS, DISPATCH_SECONDS, IN_FLIGHT, count, observe
+from saf.telemetry.tracing import dispatching
 
 BATCH_BYTES = 1 << 20
 """Size of bodies in bytes from which a request gets no further message."""

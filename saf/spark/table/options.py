@@ -50,7 +50,7 @@ from saf.log.offset import NO_LIMIT, Limit
 from saf.log.shards import MAX_SHARDS
 from saf.log.stream import Start
 from saf.message import MAX_NAME, fits
-from saf.operating.fleets import ask
+from saf.operating.places import ask
 from saf.telemetry.logger import Log
 
 OF_STREAMS = ("subscription", "start", "maxRowsPerTrigger", "maxBytesPerTrigger")

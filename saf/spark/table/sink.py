@@ -27,7 +27,7 @@ from pyspark.sql.datasource import (
 )
 
 from saf.database import Dsn, bulk, check_schema, connections, translated, unavailable_if_lost
-from saf.database.patience import while_unavailable
+from saf.database.bounds import while_unavailable
 from saf.errors import ConfigurationError, NotThisStream, SafError
 from saf.sending import staging
 from saf.spark.table import outgoing

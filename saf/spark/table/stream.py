@@ -51,7 +51,7 @@ from saf.log.cursor import has_more_than
 from saf.log.offset import NO_LIMIT, Counted, Limit, Offset, between, shows_all_of
 from saf.log.read import BY_INDEX
 from saf.log.stream import Start, State
-from saf.operating.fleets import Candidate
+from saf.operating.places import Candidate
 from saf.spark.table import part
 from saf.spark.table.options import Options, subscription_of
 from saf.spark.table.part import Part

@@ -7,19 +7,7 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
-from saf.ui.pages import (
-    audit,
-    dialogs,
-    doctor,
-    jobs,
-    members,
-    message,
-    outbox,
-    overview,
-    parked,
-    routes,
-    set_aside,
-)
+from saf.ui.pages import brokers, dialogs, messages, overview, set_aside
 from saf.ui.site import Visit
 
 
@@ -38,25 +26,25 @@ PAGES: Mapping[str, Page] = {
     "/": Page(page=overview.overview),
     "/nav": Page(page=overview.nav),
     "/pending": Page(page=overview.pending),
-    "/outbox": Page(page=outbox.messages),
-    "/message": Page(page=message.message),
-    "/parked": Page(page=parked.lanes),
-    "/parked/confirm": Page(page=parked.confirm, operates=True),
-    "/parked/retry": Page(page=parked.retry, changes=True, operates=True),
+    "/outbox": Page(page=messages.sent),
+    "/message": Page(page=messages.message),
+    "/parked": Page(page=set_aside.lanes),
+    "/parked/confirm": Page(page=set_aside.confirm_retry, operates=True),
+    "/parked/retry": Page(page=set_aside.retry, changes=True, operates=True),
     "/parked/messages": Page(page=set_aside.PARKED.messages),
     "/parked/messages/confirm": Page(page=set_aside.PARKED.confirm, changes=True, operates=True),
     "/parked/messages/decide": Page(page=set_aside.PARKED.decide, changes=True, operates=True),
     "/dead": Page(page=set_aside.DEAD.messages),
     "/dead/confirm": Page(page=set_aside.DEAD.confirm, changes=True, operates=True),
     "/dead/decide": Page(page=set_aside.DEAD.decide, changes=True, operates=True),
-    "/jobs": Page(page=jobs.jobs),
-    "/jobs/{number}": Page(page=jobs.job),
-    "/jobs/{number}/cancel": Page(page=jobs.cancel, changes=True, operates=True),
-    "/routes": Page(page=routes.routes),
-    "/members": Page(page=members.members),
-    "/doctor": Page(page=doctor.findings),
-    "/doctor/examine": Page(page=doctor.examine_, changes=True),
+    "/jobs": Page(page=set_aside.jobs),
+    "/jobs/{number}": Page(page=set_aside.job),
+    "/jobs/{number}/cancel": Page(page=set_aside.cancel, changes=True, operates=True),
+    "/routes": Page(page=brokers.routes),
+    "/members": Page(page=brokers.members),
+    "/doctor": Page(page=brokers.findings),
+    "/doctor/examine": Page(page=brokers.examine_, changes=True),
     "/dialogs": Page(page=dialogs.list_),
     "/dialog": Page(page=dialogs.one),
-    "/audit": Page(page=audit.audit),
+    "/audit": Page(page=set_aside.audit),
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
-from saf.telemetry import declared as m
+from saf.telemetry import metrics as m
 from saf.ui.pulse import Beat, drawn
 from saf.ui.site import LIVE, Visit, navigation
 

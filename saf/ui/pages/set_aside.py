@@ -1,8 +1,10 @@
-"""Messages set aside, by filter, with decisions about chosen ones, or about all that match.
+"""Messages set aside: their lanes, the messages themselves, and operators' decisions about them.
 
-A decision takes two steps. The first counts and shows its extent, and its page remembers the last
-number at each broker. The second, a job, concerns only messages up to these numbers. Messages that
-are set aside in between are left alone.
+Lanes are retried at once. Single messages are chosen by filter, and a decision about chosen ones,
+or about all that match, takes two steps. The first counts and shows its extent, and its page
+remembers the last number at each broker. The second, a job, concerns only messages up to these
+numbers. Messages that are set aside in between are left alone. The audit shows who did what with
+messages, when and why.
 """
 
 from __future__ import annotations
@@ -18,11 +20,91 @@ from starlette.responses import Response
 
 from saf.errors import UsageError
 from saf.operating.decide import Decision
+from saf.setaside import audit as log
 from saf.setaside.dead import REASONS
 from saf.setaside.lane import Kind
 from saf.setaside.selection import Counted, DeadLetters, ParkedMessages, Selection, staying_in_words
-from saf.ui.fields import moment_of, number_of
-from saf.ui.site import Visit
+from saf.setaside.waiting import Lanes, Waiting, due, parked, place_at, retry_now
+from saf.ui.jobs import Job
+from saf.ui.site import LIVE, Visit, moment_of, number_of
+
+LANES = 25
+"""Lanes to show per broker, those that block most first; more for a single broker."""
+LANES_OF_ONE = 50
+MOST_OF_A_LANE = 10_000
+"""Most messages of a lane to count."""
+LANE_FIELDS = ("subscription", "destination", "lane", "subject")
+
+
+def lanes(visit: Visit) -> Response:
+    """Show the waiting lanes."""
+    found, errors = _found(visit)
+    broker = visit.given("broker")
+    page = found.get(broker or "")
+    return visit.page(
+        "parked.html",
+        title="Parked",
+        live=LIVE,
+        found=found,
+        errors=errors,
+        kinds=[*Kind],
+        most=MOST_OF_A_LANE,
+        wanted=_lanes(visit),
+        broker=broker,
+        after=page.next if page else None,
+    )
+
+
+def confirm_retry(visit: Visit) -> Response:
+    """Show how many lanes would be retried, and ask for the reason."""
+    wanted = _lanes(visit)
+    answers = visit.site.brokers.ask(lambda connection: due(connection, wanted), _brokers(visit))
+    return visit.page(
+        "parked_confirm.html",
+        title="Retry now",
+        found={name: counted.tried for name, counted in answers.found.items() if counted.tried},
+        others=sum(counted.others for counted in answers.found.values()),
+        errors=answers.errors,
+        wanted=wanted,
+        broker=visit.given("broker"),
+    )
+
+
+def retry(visit: Visit) -> Response:
+    """Let the next run retry lanes."""
+    wanted, reason, person = _lanes(visit), visit.given("why") or "", visit.visitor.name
+
+    def act(connection: psycopg.Connection[Any]) -> int:
+        return retry_now(connection, lanes=wanted, why=reason, person=person)
+
+    answers = visit.site.brokers.ask(act, _brokers(visit), seconds=10.0)
+    return visit.page(
+        "parked_done.html", title="Retry now", due=answers.found, errors=answers.errors
+    )
+
+
+def _found(visit: Visit) -> tuple[dict[str, Waiting], Any]:
+    wanted, brokers = _lanes(visit), _brokers(visit)
+    most = LANES if brokers is None else LANES_OF_ONE
+    after = place_at(visit.given("after")) if brokers else None
+    answers = visit.site.brokers.ask(
+        lambda connection: parked(connection, most, lanes=wanted, after=after, most=MOST_OF_A_LANE),
+        brokers,
+    )
+    return {name: page for name, page in answers.found.items() if page.lanes}, answers.errors
+
+
+def _brokers(visit: Visit) -> list[str] | None:
+    broker = visit.given("broker")
+    return None if broker is None else [broker]
+
+
+def _lanes(visit: Visit) -> Lanes:
+    given = {name: visit.given(name) for name in LANE_FIELDS}
+    if given["lane"] is not None and given["lane"] not in [*Kind]:
+        raise UsageError(f"unknown kind of lane {given['lane']!r}, only {', '.join(Kind)}")
+    return Lanes(**given)
+
 
 ROWS = 50
 ROWS_OF_EACH = 10
@@ -213,3 +295,55 @@ PARKED = SetAside(
         "discard": f"{DISCARD} {STORED}",
     },
 )
+
+
+def jobs(visit: Visit) -> Response:
+    """Show the jobs of this process."""
+    return visit.page("jobs.html", title="Jobs", jobs=visit.site.jobs.all())
+
+
+def job(visit: Visit) -> Response:
+    """Show the progress of one job."""
+    found = _job(visit)
+    live = "" if found.over else "every 1s"
+    return visit.page("job.html", title="Job", live=live, job=found)
+
+
+def cancel(visit: Visit) -> Response:
+    """Stop a job after its current chunk."""
+    found = _job(visit)
+    found.stopping.set()
+    return visit.to(f"/jobs/{found.number}")
+
+
+def _job(visit: Visit) -> Job:
+    number = number_of(visit.request.path_params["number"])
+    if number is None or (found := visit.site.jobs.get(number)) is None:
+        raise UsageError(f"no job {number} in this process; its changes are in the audit")
+    return found
+
+
+AUDIT_ROWS = 50
+AUDIT_ROWS_OF_EACH = 20
+
+
+def audit(visit: Visit) -> Response:
+    """Show operators' actions, the last first; for one broker, page by page."""
+    broker = visit.given("broker")
+    before = log.place_at(visit.given("after")) if broker else None
+    rows = AUDIT_ROWS if broker else AUDIT_ROWS_OF_EACH
+    answers = visit.site.brokers.ask(
+        lambda connection: log.page(connection, rows, before), [broker] if broker else None
+    )
+    shown = [(name, entry) for name, found in answers.found.items() for entry in found.shown]
+    shown.sort(key=lambda row: row[1].audit_at, reverse=True)
+    more = sorted(name for name, found in answers.found.items() if found.next)
+    return visit.page(
+        "audit.html",
+        title="Audit",
+        rows=shown,
+        more=more,
+        last=answers.found[broker].next if broker and broker in answers.found else None,
+        broker=broker,
+        errors=answers.errors,
+    )

@@ -293,7 +293,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a row that stands twice is two messages to reconcile",
-        "saf/operating/repair/reconcile/comparing.py",
+        "saf/operating/repair/reconcile/__init__.py",
         "    known = [*{(one.shard, one.id): one for one in reversed(rows)}.values()][::-1]\n",
         "    known = rows\n",
         "moves/test_restored_over.py::"

@@ -25,7 +25,7 @@ REDIS, ROUTED = "contract/test_redis.py", "contract/test_redis_routed.py"
 MUTANTS: list[Mutant] = [
     mutant(
         "a wait that could not be ended for want of descriptors goes on for ever",
-        "saf/database/patience.py",
+        "saf/database/bounds.py",
         "            if error.errno in (errno.EMFILE, errno.ENFILE):",
         "            if False:",
         "unit/test_patience.py::"
@@ -56,7 +56,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a doctor takes any destination for one that holds messages",
-        "saf/operating/doctor/routing.py",
+        "saf/operating/doctor/messages.py",
         "not settings.capabilities.holds",
         "settings.capabilities.holds",
         "contract/test_given_early.py::"
@@ -489,7 +489,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a connection that the server has closed is taken for a good one",
-        "saf/database/patience.py",
+        "saf/database/bounds.py",
         "return bool(poller.poll(0))",
         "return False and bool(poller.poll(0))",
         "contract/test_connections.py::test_what_the_server_has_cut_meanwhile_costs_no_message",
@@ -525,7 +525,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what a destination that cannot be read back may have is taken for lost",
-        "saf/operating/repair/reconcile/comparing.py",
+        "saf/operating/repair/reconcile/__init__.py",
         '"not_compared" if unread.may_have(one) else "lost"',
         '"lost"',
         "contract/test_jsonl.py::test_what_readers_have_deleted_is_not_taken_for_lost",

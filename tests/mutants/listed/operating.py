@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant, mutant
 
 SIDE, INBOX_READING = "saf/log/side.py", "saf/destinations/postgresql/__init__.py"
 COMPARING, SIDES, OUTCOME, COPIES = (
-    "saf/operating/repair/reconcile/comparing.py",
+    "saf/operating/repair/reconcile/__init__.py",
     "saf/operating/repair/reconcile/outcome.py",
     "saf/operating/repair/reconcile/outcome.py",
     "saf/operating/repair/reconcile/copies.py",
@@ -15,7 +15,7 @@ GRANTS, STATUS, CONFIG, FLEETS = (
     "saf/broker/grants.py",
     "saf/operating/status.py",
     "saf/config.py",
-    "saf/operating/fleets.py",
+    "saf/operating/places.py",
 )
 MAINTENANCE, BROKERS, ARCHIVE = (
     "saf/operating/maintenance.py",
@@ -66,7 +66,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a member of a fleet that is gone is not missed",
-        "saf/operating/fleets.py",
+        "saf/operating/places.py",
         "member for member in known if member.name not in listed and",
         "member for member in known if False and",
         "integration/test_missing_members.py::"
@@ -554,14 +554,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a missing table ends the doctor",
-        "saf/operating/doctor/examination.py",
+        "saf/operating/doctor/__init__.py",
         "    except LOST:\n        raise\n",
         "    except psycopg.Error:\n        raise\n",
         f"{OF_DOCTOR}::test_what_is_missing_is_an_error_and_the_rest_is_examined",
     ),
     mutant(
         "the streams of one name are dropped at every broker",
-        "saf/cli/subscription.py",
+        "saf/cli/service.py",
         "if broker is None and len(found) > 1:",
         "if broker is None and not found:",
         "contract/test_streams.py::"

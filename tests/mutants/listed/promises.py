@@ -72,14 +72,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "uncertain copies are not counted",
-        "saf/operating/repair/reconcile/comparing.py",
+        "saf/operating/repair/reconcile/__init__.py",
         "    if gone.uncertain and stored:",
         "    if gone.uncertain and not stored:",
         "contract/test_set_back_topics.py::test_copies_of_a_store_that_gets_the_topic_no_longer_are_said_to_be_uncertain",
     ),
     mutant(
         "a repair does not report lost messages without a route",
-        "saf/cli/replay.py",
+        "saf/cli/repair.py",
         "    if sent.unrouted:\n",
         "    if sent.unrouted < 0:\n",
         "contract/test_set_back_topics.py::test_what_is_lost_and_has_no_route_any_more_is_said_by_the_repair",

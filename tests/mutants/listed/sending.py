@@ -43,7 +43,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "bytes of an array are escaped where backslashes are",
         "saf/transaction.py",
-        "        params = params and parameters.in_arrays(self.connection, params)\n",
+        "        params = params and queries.in_arrays(self.connection, params)\n",
         "",
         "contract/test_unusual_databases.py::"
         "test_what_is_sent_by_any_way_is_received_as_it_was_sent[standard_conforming_strings-few]",
@@ -51,7 +51,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "bytes of a copy are escaped where backslashes are",
         "saf/outbox.py",
-        "in parameters.in_rows(connection, rows)",
+        "in queries.in_rows(connection, rows)",
         "in rows",
         "contract/test_unusual_databases.py::"
         "test_what_is_sent_by_any_way_is_received_as_it_was_sent[standard_conforming_strings-many]",
@@ -271,7 +271,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "an older schema will do",
-        "saf/database/asking.py",
+        "saf/database/queries.py",
         "if found != REVISION:",
         "if found > REVISION:",
         f"{SENT}::test_an_older_or_newer_schema_is_refused_and_the_transaction_survives",

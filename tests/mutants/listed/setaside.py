@@ -9,11 +9,7 @@ PARKING, BACKOFF, WAITING = (
     "saf/setaside/backoff.py",
     "saf/setaside/waiting.py",
 )
-SELECTION, DECIDE, DECIDE_DEAD = (
-    "saf/setaside/selection.py",
-    "saf/operating/decide.py",
-    "saf/operating/decide_dead.py",
-)
+SELECTION, DECIDE = "saf/setaside/selection.py", "saf/operating/decide.py"
 ASIDE, RELEASING = "saf/engine/set_aside.py", "saf/engine/releasing.py"
 ONCE, ISOLATED, LETTERS = (
     "contract/test_set_aside_once.py",
@@ -29,14 +25,14 @@ SCHEDULE = (
 MUTANTS: list[Mutant] = [
     mutant(
         "what a person took out of a lane is not remembered",
-        "saf/operating/decide_parked.py",
+        "saf/operating/decide.py",
         "            in_hand.note(connection, self._parked_ids)\n",
         "            pass\n",
         f"{DECIDED}::test_a_decision_about_what_has_arrived_is_not_taken_for_a_set_back",
     ),
     mutant(
         "a person gives up what another one has let a member take",
-        "saf/operating/decide_parked.py",
+        "saf/operating/decide.py",
         "self._rows = self._held(connection, rows)",
         "self._rows = rows",
         f"{DECIDED}::test_a_key_that_a_person_makes_due_is_a_members_and_no_other_persons",
@@ -234,7 +230,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the last page of a list says that there is another one",
-        "saf/database/pages.py",
+        "saf/database/queries.py",
         "more = len(found) > limit",
         "more = len(found) >= limit",
         "integration/test_pages_of_lists.py::test_a_page_says_the_command_that_goes_on",
@@ -315,21 +311,21 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a dead letter that is retried is still one",
-        DECIDE_DEAD,
-        "for statement in (DUE, PARK, DELETE):",
-        "for statement in (DUE, PARK):",
+        DECIDE,
+        "for statement in (DUE_OF_DEAD, PARK_DEAD, DELETE):",
+        "for statement in (DUE_OF_DEAD, PARK_DEAD):",
         f"{LETTERS}::test_retrying_again_retries_nothing_and_what_is_rejected_again_is_dead_again",
     ),
     mutant(
         "what is retried expires again",
-        DECIDE_DEAD,
+        DECIDE,
         '"NULL" if c == "expires_at" else f"d.{c}"',
         'f"d.{c}"',
         f"{LETTERS}::test_what_had_expired_is_delivered_all_the_same_when_a_person_retries_it",
     ),
     mutant(
         "what is retried keeps no order",
-        DECIDE_DEAD,
+        DECIDE,
         "row_number() OVER (ORDER BY dead_letter_id)",
         "row_number() OVER (ORDER BY dead_letter_id DESC)",
         f"{LETTERS}::test_retried_messages_arrive_in_order_and_with_their_ids",
@@ -357,8 +353,8 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a key goes on waiting though its dead letter was discarded",
-        DECIDE_DEAD,
-        "monologs.GIVE_UP, LET_KEYS_GO_ON, DELETE",
+        DECIDE,
+        "monologs.GIVE_UP, LET_KEYS_OF_DEAD_GO_ON, DELETE",
         "monologs.GIVE_UP, DELETE",
         "contract/test_worker.py::"
         "test_a_key_stays_blocked_by_its_dead_letter_if_so_configured_until_it_is_decided",
@@ -414,9 +410,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a person decides about a dead letter that its batch is not past",
-        DECIDE_DEAD,
-        " AND ({{stays}}) IS NULL",
-        "",
+        DECIDE,
+        "SELECT dead_letter_id, message_id {{chosen}} AND ({{stays}}) IS NULL",
+        "SELECT dead_letter_id, message_id {{chosen}}",
         f"{LETTERS}::test_what_an_open_batch_is_not_past_stays_and_says_why",
     ),
     mutant(

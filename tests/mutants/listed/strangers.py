@@ -184,10 +184,10 @@ SURVIVORS: list[Mutant] = [
     ),
     mutant(
         "a value at a bound of a histogram counts as above it",
-        "saf/telemetry/declared.py",
+        "saf/telemetry/metrics.py",
         "from bisect import bisect_left\n",
         "from bisect import bisect_right as bisect_left\n",
-        "unit/test_doctests.py::test_the_examples_in_the_docstrings_are_true[saf.telemetry.declared]",
+        "unit/test_doctests.py::test_the_examples_in_the_docstrings_are_true[saf.telemetry.metrics]",
     ),
     mutant(
         "the default destination gets a topic's messages beside others",

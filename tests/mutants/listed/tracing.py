@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, mutant
 
-CARRIED, SPANS, MESSAGE = "saf/telemetry/carried.py", "saf/telemetry/spans.py", "saf/message.py"
+CARRIED, SPANS, MESSAGE = "saf/telemetry/carried.py", "saf/telemetry/tracing.py", "saf/message.py"
 TRACING, ONE_TRACE = "contract/test_tracing.py", "integration/test_one_trace.py"
 
 MUTANTS: list[Mutant] = [

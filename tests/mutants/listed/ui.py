@@ -104,7 +104,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what a receiver has in hand is discarded",
-        "saf/operating/decide_parked.py",
+        "saf/operating/decide.py",
         "for shard, is_owned in fetch(connection, CLAIM, claimed):",
         "for shard, is_owned in [(one, False) for one in shards[subscription_id]]:",
         f"{DECIDED}::test_nobody_decides_about_what_a_receiver_has_in_hand",
@@ -118,14 +118,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a lane goes in which a member may be about to park",
-        "saf/operating/decide_parked.py",
+        "saf/operating/decide.py",
         'row for row in self._rows if row.log == "outbox" or row.in_shard not in self._owned',
         "row for row in self._rows if row.shard is not None",
         f"{DECIDED}::test_of_a_members_shards_only_keys_that_rest_are_decided_about",
     ),
     mutant(
         "a dialog goes on without a message that was given up where it had arrived",
-        "saf/operating/decide_parked.py",
+        "saf/operating/decide.py",
         "        if arrived:\n",
         "        if arrived and not self._rows:\n",
         f"{DECIDED}::test_a_dialog_fails_at_both_ends_if_a_message_is_given_up_where_it_had_arrived",
@@ -153,7 +153,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "all messages of a lane are counted for a page",
-        "saf/ui/pages/parked.py",
+        "saf/ui/pages/set_aside.py",
         "after=after, most=MOST",
         "after=after",
         "ui/test_ui_parked.py"
@@ -182,14 +182,14 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "each address of a customer is listened to by itself",
-        "saf/ui/guard.py",
+        "saf/ui/access.py",
         "ipaddress.ip_network((ip, OF_A_CUSTOMER), strict=False)",
         "ip",
         "unit/test_doctests.py",
     ),
     mutant(
         "addresses that were wrong are remembered without bound",
-        "saf/ui/guard.py",
+        "saf/ui/access.py",
         "while len(self._wrong) >= MOST_ADDRESSES:",
         "while len(self._wrong) < 0:",
         f"{ACCESS}::test_wrong_tokens_are_remembered_for_a_bounded_number_of_addresses",
@@ -203,7 +203,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "who is asked for by any host believes the header that names a user",
-        "saf/ui/guard.py",
+        "saf/ui/access.py",
         "if host not in self._hosts and not _is_address(host):",
         "if not host:",
         f"{ACCESS}::test_where_a_header_names_the_visitor_only_known_hosts_are_answered",

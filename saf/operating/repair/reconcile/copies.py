@@ -83,7 +83,7 @@ class Lacking:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lost:
+class Gone:
     """Destinations that were set back and lack their copy of a message."""
 
     address: Entry
@@ -104,13 +104,13 @@ class Copies:
     destinations: Mapping[str, Lacking]
     topics: frozenset[str]
 
-    def lost(self, entries: Sequence[Entry]) -> Lost:
+    def lost(self, entries: Sequence[Entry]) -> Gone:
         """Return which destinations have lost a message, given every row with its id."""
         sent = next((e for e in entries if e.state in ("complete", "aside")), None)
         copies = [e for e in entries if e.state in ("stored", "set_aside")]
         address = next((e for e in (*copies, sent) if e and e.service in self.topics), None)
         if sent is None or address is None:
-            return Lost(address=entries[0])
+            return Gone(address=entries[0])
         others = {e.where for e in copies}
         given_up = max((e.created_at for e in entries if e.state == "discarded"), default=None)
         missing = {
@@ -125,7 +125,7 @@ class Copies:
             for name in missing
             if name not in lost and (name in now or self._may_have_had(name, address, sent))
         )
-        return Lost(address=address, at=lost, uncertain=uncertain)
+        return Gone(address=address, at=lost, uncertain=uncertain)
 
     def _may_have_had(self, name: str, address: Entry, sent: Entry) -> bool:
         """Whether routes led a message to a destination when its batch may have been opened."""

@@ -5,7 +5,7 @@ purges while it is open. A destination that cannot be read back raises no error:
 it with the reason.
 
 An `Outcome` has the figures of each shard, and the messages at fault. The comparison itself is in
-`saf.operating.repair.reconcile.comparing`.
+`saf.operating.repair.reconcile`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Spans: recorded while messages are forwarded, received, handled and dispatched.
+"""Traces: spans of saf's work, and the ids of traces in the lines of the log.
 
     send DESTINATION        a chunk that is stored at a destination; links to its messages
     receive SUBSCRIPTION    a delivery of `saf.receive` or `saf.areceive`; links to its messages
@@ -15,7 +15,7 @@ in the log, which knows what to hide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
@@ -263,3 +263,29 @@ def _link_to(span: Span, messages: Iterator[Carried]) -> None:
 @cache
 def _version() -> str:
     return version("saf-outbox")
+
+
+def trace_ids(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Add ``trace_id`` and ``span_id`` of the current span: a processor of structlog.
+
+    saf's commands use it. An application that configures structlog puts it before its renderer.
+    """
+    if on():
+        from opentelemetry import trace
+
+        current = trace.get_current_span().get_span_context()
+        if current.is_valid:
+            event.setdefault("trace_id", trace.format_trace_id(current.trace_id))
+            event.setdefault("span_id", trace.format_span_id(current.span_id))
+    return event
+
+
+def trace_of(message: Received) -> dict[str, str]:
+    """Return the trace id of a message as a field for the log; empty without a context."""
+    context = context_of(message.headers_text)
+    if context is None:
+        return {}
+    from opentelemetry import trace
+
+    sender = trace.get_current_span(context).get_span_context()
+    return {"trace_id": trace.format_trace_id(sender.trace_id)} if sender.is_valid else {}

@@ -1,0 +1,384 @@
+"""``saf outbox``, ``saf inbox`` and ``saf message``: messages that were sent, or stored.
+
+`outbox` shows them by state, service, key and age, `inbox` what its readers have not handled, and
+`message` one message in all brokers, from its sender to its handlers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from enum import StrEnum
+from itertools import chain
+from typing import Annotated
+from uuid import UUID
+
+import typer
+
+from saf.cli.brokers import (
+    After,
+    AsJson,
+    AtStore,
+    AtStores,
+    Brokers,
+    Commands,
+    Everywhere,
+    Limit,
+    Round,
+    Since,
+    Until,
+    moment,
+)
+from saf.cli.console import Listing, Table, echo, results_of, rows_of, write
+from saf.cli.status import DROPPED
+from saf.errors import UsageError
+from saf.operating import journey, outbox
+from saf.operating.journey import Stay
+from saf.operating.outbox import SECONDS, STATES, Details, Sent, Wanted, forwarded
+from saf.operating.wording import at, counted
+from saf.receiving import inbox
+from saf.receiving.inbox import Peeked, SubscriptionStatus
+from saf.receiving.link import switch
+from saf.setaside.dropped import dropped
+from saf.setaside.unhandled import unhandled
+
+outboxes = Commands(help="The messages that were sent, and how far they are.")
+
+State = Annotated[str | None, typer.Option(help=f"One of {', '.join(STATES)}. Default: all.")]
+Timeout = Annotated[
+    float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit for a statement.")
+]
+Key = Annotated[
+    str | None,
+    typer.Option(help="Only messages with this key; such a search is quick."),
+]
+
+SENT = Table[Sent](
+    *("id", "message id", "state", "service", "key", "type", "bytes", "created"),
+    below="waits for",
+    cells=lambda row: (
+        str(row.id), str(row.message_id), row.state, row.service, row.key or "",
+        row.message_type or "", f"{row.bytes:,}", at(row.created_at), _waits_for(row),
+    ),
+)  # fmt: skip
+
+
+@outboxes.command("list")
+def list_(
+    *,
+    round_: Brokers,
+    state: State = None,
+    service: Annotated[str | None, typer.Option(help="Only messages for this service.")] = None,
+    key: Key = None,
+    since: Since = None,
+    until: Until = None,
+    limit: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Messages per broker, at most.")
+    ] = 100,
+    after: After = None,
+    timeout: Timeout = SECONDS,
+    as_json: AsJson = False,
+) -> None:
+    """Show the messages of the outboxes, a page at a time.
+
+    The oldest transactions come first; for parked and dead messages, those that were set aside
+    first. Purged messages are gone. Nothing is counted, and a page reads little, however long the
+    log is.
+    """
+    if state is not None and state not in STATES:
+        raise UsageError(f"--state {state}: the states are {', '.join(STATES)}")
+    place = outbox.place_at(after, state)
+    round_.go_on(after)
+    wanted = Wanted(state=state, service=service, key=key, since=since, until=until)
+    round_.show_pages(
+        "outbox",
+        lambda connection: outbox.messages(
+            connection, wanted, after=place, limit=limit, seconds=timeout
+        ),
+        "messages",
+        SENT,
+        as_json=as_json,
+    )
+
+
+@outboxes.command()
+def show(
+    which: Annotated[
+        str, typer.Argument(metavar="ID", help="Id, as `saf outbox list` shows it, or message id.")
+    ],
+    *,
+    round_: Brokers,
+    key: Annotated[
+        str | None, typer.Option(help="Key of the message, to find a message id sooner.")
+    ] = None,
+    body: Annotated[
+        bool, typer.Option("--body", help="Write only its body to standard output.")
+    ] = False,
+    timeout: Timeout = SECONDS,
+    as_json: AsJson = False,
+) -> None:
+    """Show one message of an outbox: where it is, and why it waits.
+
+    A message id is searched in all outboxes; an id needs --broker.
+    """
+    number = _number(which)
+    round_.only(isinstance(number, int))
+    asked = round_.visit(
+        "outbox",
+        lambda connection: outbox.details(connection, number, key=key, seconds=timeout),
+    )
+    found = {name: item for name, item in asked.items() if item is not None}
+    if asked and not found and not round_.failed:
+        raise UsageError(f"no message {which} in the outbox; purged messages are gone")
+    if body:
+        for name, item in found.items():
+            _write_body(round_.among([name]), item.message.id)
+        round_.finish(say=False)
+        return
+
+    def show_all() -> None:
+        for name, item in found.items():
+            _show_details(name, item)
+
+    round_.report({"messages": results_of(found)}, show_all, as_json=as_json)
+
+
+@outboxes.command("forwarded")
+def forwarded_(
+    *,
+    until: Annotated[
+        datetime,
+        typer.Option(parser=moment, metavar="TIME", help="Messages created before this time."),
+    ],
+    round_: Brokers,
+    service: Annotated[str | None, typer.Option(help="Only messages for this service.")] = None,
+    since: Since = None,
+    timeout: Timeout = SECONDS,
+    as_json: AsJson = False,
+) -> None:
+    """Tell whether all messages sent before a time are forwarded.
+
+    Exit code 0 if they are; 1 if a message is still pending or parked, or has become a dead letter;
+    75 if a broker does not answer in time. It shows one message of each kind. A schedule waits for
+    it before it works with forwarded messages.
+    """
+    wanted = Wanted(service=service, since=since, until=until)
+    found = round_.visit(
+        "outbox", lambda connection: forwarded(connection, wanted, seconds=timeout)
+    )
+    left = not all(result.everything for result in found.values())
+
+    def show() -> None:
+        SENT.show_any({name: [*result.left.values()] for name, result in found.items()})
+        if not (left or round_.failed):
+            echo(f"everything that was sent before {at(until)} has been forwarded")
+
+    code = int(left and not round_.failed)
+    round_.report({"brokers": results_of(found)}, show, as_json=as_json, found=code)
+
+
+def _number(text: str) -> int | UUID:
+    if text.isascii() and text.isdigit() and len(text) <= 18:  # noqa: PLR2004 - a bigint's digits
+        return int(text)
+    try:
+        return UUID(text)
+    except ValueError:
+        raise UsageError(
+            f"{text!r} is neither an id, as `saf outbox list` shows it, nor a message id"
+        ) from None
+
+
+def _write_body(round_: Round, id_: int) -> None:
+    for body in round_.visit("outbox", lambda connection: outbox.body(connection, id_)).values():
+        write(body or b"")
+
+
+def _waits_for(row: Sent) -> str:
+    return f"{row.destination}: {row.error or ''}" if row.destination else row.error or ""
+
+
+def _show_details(broker: str, details: Details) -> None:
+    listing = Listing("what", "is")
+    for name, value in {"broker": broker, **details.as_dict()}.items():
+        if value not in (None, [], ()) and name not in ("destination", "error"):
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            listing.add(name, shown)
+    listing.show()
+
+
+inboxes = Commands(help="Messages that are stored and not yet handled.")
+
+
+SUBSCRIPTIONS = Table[SubscriptionStatus](
+    *("subscription", "unread", "lag", "parked", "keys", "dead letters"),
+    cells=lambda row: (
+        row.subscription, f"{row.unread:,}",
+        "-" if row.lag_seconds is None else f"{row.lag_seconds:,.0f} s",
+        f"{row.parked:,}", f"{row.keys_waiting:,}", f"{row.dead_letters:,}",
+    ),
+)  # fmt: skip
+STORED = Table[Peeked](
+    *("id", "message id", "service", "key", "type", "bytes", "received"),
+    below="last answer",
+    cells=lambda row: (
+        str(row.id), str(row.message_id), row.service, row.key or "", row.message_type or "",
+        f"{row.bytes:,}", at(row.received_at), row.last_answer or "",
+    ),
+)  # fmt: skip
+
+
+class Switch(StrEnum):
+    """Notification of receivers: on or off."""
+
+    ON = "on"
+    OFF = "off"
+
+
+@inboxes.command()
+def notify(
+    state: Annotated[Switch, typer.Argument(help="on or off.")],
+    *,
+    round_: AtStores,
+) -> None:
+    """Notify receivers of arriving messages, or let them poll.
+
+    With on, receivers that listen are woken; with off, all poll. While it is on, transactions that
+    store messages commit one after the other.
+    """
+    done = "are woken" if state is Switch.ON else "are no longer woken, and poll"
+    round_.tell(
+        "inbox",
+        lambda connection: switch(connection, state is Switch.ON),
+        lambda _: f"receivers that listen {done}",
+    )
+
+
+@inboxes.command()
+def status(*, round_: AtStores, as_json: AsJson = False) -> None:
+    """Show the backlog and the drops of each subscription.
+
+    It covers the subscriptions of the destinations. Messages of types that no receiver has handled
+    are named by type.
+    """
+    asked = round_.visit(
+        "inbox",
+        lambda connection: (
+            inbox.inbox_status(connection),
+            dropped(connection),
+            unhandled(connection),
+        ),
+    )
+    found = {where: group for where, (group, _, _) in asked.items()}
+    drops = {where: group for where, (_, group, _) in asked.items()}
+    waiting = {where: group for where, (_, _, group) in asked.items()}
+
+    def show() -> None:
+        SUBSCRIPTIONS.show(found)
+        for where, kinds in waiting.items():
+            for kind in kinds:
+                since = f"{kind.since:%Y-%m-%d %H:%M:%S %Z}"
+                echo(f"{where}: {kind.subscription}: {kind}, since {since}")
+        DROPPED.show_any(drops)
+
+    answer = {
+        "subscriptions": rows_of(found),
+        "unhandled": rows_of(waiting),
+        "dropped": rows_of(drops),
+    }
+    round_.report(answer, show, as_json=as_json)
+
+
+@inboxes.command()
+def peek(
+    subscription: Annotated[str, typer.Argument(help="Subscription whose messages are shown.")],
+    *,
+    round_: AtStore,
+    limit: Limit = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show the next messages of a subscription without taking them."""
+    found = round_.visit("inbox", lambda connection: inbox.peek(connection, subscription, limit))
+    answer = {"messages": rows_of(found)}
+    round_.report(answer, lambda: STORED.show_rows(chain(*found.values())), as_json=as_json)
+
+
+def message(
+    message_id: Annotated[
+        UUID,
+        typer.Argument(help="Message id, as `saf outbox list` shows it, or `message.message_id`."),
+    ],
+    *,
+    key: Annotated[
+        str | None,
+        typer.Option(help="Key of the message, so that only its shard is searched. Default: any."),
+    ] = None,
+    sent: Annotated[
+        datetime | None,
+        typer.Option(
+            parser=moment,
+            metavar="TIME",
+            help="Approximate time at which it was sent: the search begins there.",
+        ),
+    ] = None,
+    round_: Everywhere,
+    timeout: Annotated[
+        float, typer.Option(min=0.01, help="Seconds to search at each broker.")
+    ] = journey.SECONDS,
+    as_json: AsJson = False,
+) -> None:
+    """Show where one message is, in all brokers.
+
+    It shows what each broker knows of the message: sent, stored, taken by which subscription,
+    failed attempts, parked, dead, and operators' decisions. Logs are searched from their ends; the
+    part that was not searched is named.
+    """
+    found = round_.visit(
+        "outbox",
+        lambda connection: journey.stay(connection, message_id, key, about=sent, seconds=timeout),
+    )
+    known = {name: item for name, item in found.items() if not item.nothing}
+    if as_json:
+        echo(json.dumps({"message": results_of(known), "errors": round_.errors()}))
+    else:
+        HISTORY.show({name: [*_history(item)] for name, item in known.items()})
+    unfinished = [words for name, item in found.items() for words in _unfinished(name, item)]
+    if not known and not round_.failed:
+        raise UsageError(". ".join([f"no broker knows a message {message_id}", *unfinished]))
+    for words in unfinished:
+        echo(f"saf: {words}", err=True)
+    round_.finish(say=not as_json)
+
+
+def _unfinished(broker: str, stay: Stay) -> Iterator[str]:
+    """Describe the logs of a broker that were not searched to the end."""
+    for log, search in stay.unfinished.items():
+        yield (
+            f"only the messages {search.said} in the {log} of broker {broker!r} were searched: add "
+            "--sent TIME, the message's --key, or --timeout with more seconds"
+        )
+
+
+def _history(stay: Stay) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of what a broker knows of a message."""
+    if stay.sent is not None:
+        sent = stay.sent.message
+        yield at(sent.created_at), f"sent, {sent.state}", f"to {sent.service}"
+    if stay.stored is not None:
+        yield at(stay.stored.received_at), "stored", f"for {stay.stored.service}"
+    for reading in stay.readings:
+        yield "", "taken" if reading.complete else "unread", reading.subscription
+    for tried in stay.attempts:
+        answer = "no answer" if tried.status is None else f"answer {tried.status}"
+        what = f"tried for {tried.seconds:.1f} s: {answer}"
+        yield at(tried.at), what, tried.subscription, tried.error
+    for aside in stay.aside:
+        what = aside.reason or ""
+        if aside.lane is not None:
+            what = f"{aside.lane}, {counted(aside.attempts or 0, 'attempt')}"
+        yield at(aside.since), f"{aside.state}: {what}", aside.subscription, aside.error or ""
+    for decided in stay.decided:
+        yield at(decided.audit_at), decided.action, decided.person or decided.who, decided.why
+
+
+HISTORY = Table[tuple[str, ...]]("when", "what", "by", below="why", cells=lambda cells: cells)
