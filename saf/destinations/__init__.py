@@ -69,7 +69,7 @@ class Capabilities:
 class Chunk:
     """Messages for one destination, in the order of their lanes.
 
-    ``rows`` has the source's columns ``id`` and ``shard``, and `saf.message.COLUMNS`. Rows of
+    ``rows`` has the source's columns ``id`` and ``shard``, and `saf.columns.COLUMNS`. Rows of
     parked messages also have the ``batch`` that they were parked in, and its ``opened_at``.
 
     Messages of the destination's own lane are in the order of their ids. Messages of other lanes
