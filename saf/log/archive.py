@@ -30,7 +30,7 @@ from uuid import uuid4
 from psycopg import sql
 
 from saf.columns import COLUMNS
-from saf.database import Dsn, bulk, the_row, translated
+from saf.database import Dsn, the_row, translated
 from saf.errors import MissingExtra, Unavailable
 from saf.failpoints import fail_point
 from saf.limits import KEPT
@@ -44,6 +44,8 @@ try:
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
+
+    from saf.database import bulk
 except ImportError:
     raise MissingExtra("forwarder", "an archive in Parquet") from None
 
