@@ -34,7 +34,6 @@ from saf.database import Dsn, the_row, translated
 from saf.errors import MissingExtra, Unavailable
 from saf.failpoints import fail_point
 from saf.limits import KEPT
-from saf.log.columns import bounded
 from saf.log.disk import make_folder, sync
 from saf.log.ring import Contents, Slot
 
@@ -46,6 +45,7 @@ try:
     import pyarrow.parquet as pq
 
     from saf.database import bulk
+    from saf.log.columns import bounded
 except ImportError:
     raise MissingExtra("forwarder", "an archive in Parquet") from None
 
