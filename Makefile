@@ -82,10 +82,10 @@ fuzz: $(VENV)/.installed ## feed foreign input to its readers, each for this tim
 	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
 	@$(PY) -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
-mutants: $(VENV)/.installed ## plant bugs, which tests must catch; continues an interrupted run: make mutants SECONDS=600, SAMPLE=10 SEED=7, K=cursor, JOBS=2; GENERATED=1500 SEED=7: as many by a machine; TESTS="unit contract": caught by these
+mutants: $(VENV)/.installed ## plant bugs, which tests must catch; continues an interrupted run: make mutants SECONDS=600, SAMPLE=10 SEED=7, K=cursor, JOBS=2; GENERATED=1500 SEED=7: as many by a machine; SURVIVED=1: those of survived.toml; TESTS="unit contract": caught by these
 	@$(PY) -m tests.mutants $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(K),-k "$(K)") $(if $(SECONDS),--seconds $(SECONDS)) $(if $(JOBS),--jobs $(JOBS)) \
-	$(if $(GENERATED),--generated $(GENERATED)) $(if $(TESTS),--tests "$(TESTS)")
+	$(if $(GENERATED),--generated $(GENERATED)) $(if $(SURVIVED),--survived) $(if $(TESTS),--tests "$(TESTS)")
 
 soak: $(VENV)/.installed ## the whole system at 500 messages a second, in pieces: make soak HOURS=8 SECONDS=3600 HINDER=300
 	@$(PY) -m tests.soak $(if $(HOURS),--hours $(HOURS)) $(if $(SECONDS),--seconds $(SECONDS)) \

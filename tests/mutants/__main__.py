@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from tests import memory
-from tests.mutants.generated import Generated, harmless
+from tests.mutants.generated import HARMLESS, SURVIVED, Generated, listed
 from tests.mutants.kept import FILE, JUDGED, Kept
 from tests.mutants.listed import PARTS
 from tests.mutants.mutant import Mutant
@@ -42,7 +42,7 @@ def main() -> int:
     memory.use()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the copy does not stay behind
     until = time.monotonic() + (given.seconds if given.seconds is not None else float("inf"))
-    if given.generated:
+    if given.generated or given.survived:
         chosen = _generated(given, until)
     else:
         chosen = [
@@ -91,8 +91,11 @@ def _generated(given: argparse.Namespace, until: float) -> list[Mutant]:
             return []
         print(f"{number}/{len(groups)} {took:5.0f} s  {first} …", flush=True)
     print(f"seed {given.seed}", flush=True)
-    generated = Generated(recordings, harmless())
-    drawn = list(generated.draw(given.generated, given.seed, given.words))
+    generated = Generated(recordings, listed(HARMLESS))
+    if given.survived:
+        drawn = list(generated.those(listed(SURVIVED)))
+    else:
+        drawn = list(generated.draw(given.generated, given.seed, given.words))
     print(
         f"{len(drawn)} are drawn; {generated.not_executed} more are executed by no test", flush=True
     )
@@ -103,6 +106,7 @@ def _given() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--sample", type=int, help="only so many, chosen at random")
     parser.add_argument("--generated", type=int, help="so many that a machine plants instead")
+    parser.add_argument("--survived", action="store_true", help="those of survived.toml instead")
     parser.add_argument("--tests", default="", help="of tests whose paths have one of these words")
     parser.add_argument("--shuffle", action="store_true", help="in random order")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
-from itertools import chain, zip_longest
+from itertools import chain, takewhile, zip_longest
 from pathlib import Path
 
 from tests.mutants.mutant import ROOT, Mutant
@@ -30,6 +30,8 @@ FOLDERS = (
 )
 HARMLESS = Path(__file__).with_name("harmless.toml")
 """Changes without effect: ``file``, ``before``, ``after``, and ``why`` it has none."""
+SURVIVED = Path(__file__).with_name("survived.toml")
+"""Changes that tests have let through, and that nobody has judged yet."""
 
 SECONDS_EACH = 8.0
 """Longest time that the tests of one change take together, as recorded."""
@@ -48,9 +50,9 @@ Name = tuple[str, str]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def harmless() -> list[dict[str, str]]:
-    """Return the listed changes without effect."""
-    return list(tomllib.loads(HARMLESS.read_text()).get("change", []))
+def listed(file: Path) -> list[dict[str, str]]:
+    """Return the changes of `HARMLESS` or `SURVIVED`."""
+    return list(tomllib.loads(file.read_text()).get("change", []))
 
 
 class Generated:
@@ -91,6 +93,25 @@ class Generated:
             drawn = [mutant for place in some if (mutant := mutants[place]) is not None]
             count -= len(drawn)
             yield from drawn
+
+    def those(self, listed: Iterable[Mapping[str, str]]) -> Iterator[Mutant]:
+        """Give the mutants of listed changes, but for those whose text was rewritten."""
+        for one in listed:
+            text = self._texts.get(one["file"], "")
+            if text.count(one["before"]) != 1:
+                continue
+            pairs = zip(one["before"], one["after"], strict=False)
+            same = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+            begin = text.index(one["before"]) + same
+            end = begin - same + len(one["before"])
+            line, last_line = (text.count("\n", 0, at) + 1 for at in (begin, end))
+            after, kind = one["after"][same:], "let through"
+            change = Change(
+                begin=begin, end=end, after=after, line=line, last_line=last_line, kind=kind
+            )
+            mutant = self._mutant(one["file"], change)
+            if mutant is not None:
+                yield mutant
 
     def _number(self, seed: int, file: str, change: Change) -> bytes:
         """Return a random number of a change; it does not depend on the rest of its file."""
