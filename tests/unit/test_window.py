@@ -195,6 +195,13 @@ def test_a_shard_whose_attempts_are_counted_is_not_let_go_before_they_are_writte
     assert window.own([hand(2)]) == [1]
 
 
+def test_a_key_in_memory_does_not_wait_because_an_earlier_attempt_is_counted(
+    window: Window,
+) -> None:
+    window.count([Waiting(lane="a", shard=1, attempts=1, error="HTTP 503")])
+    assert window.marks() is None
+
+
 def test_a_key_that_rests_is_not_woken_after_its_shard_has_gone(window: Window) -> None:
     sent = window.next()
     assert sent is not None
