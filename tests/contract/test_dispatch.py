@@ -20,6 +20,7 @@ from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from xmlrpc.client import Fault, dumps
 from xmlrpc.server import SimpleXMLRPCServer
 
 import psutil
@@ -58,6 +59,7 @@ from tests.endpoints import (
     dispatch,
     dispatcher,
     dispatching,
+    held,
     inbox,
     let_lanes_be_due,
     let_probes_be_due,
@@ -704,6 +706,19 @@ def test_of_a_batch_that_is_rejected_only_the_message_at_fault_is_a_dead_letter(
     assert taken == {f"k{k}": whole for k in (1, 3, 4, 5)} | {"k2": [1, 2, 4, 5, 6]}
 
 
+def test_of_a_batch_that_is_refused_each_message_is_sent_alone_only_once(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.always(503)
+    store(inbox, keys=3, each=1)
+    with dispatching(dispatcher(inbox, partner, mode="batch", breaker_failures=1)):
+        until(lambda: state(inbox) == "open" and partner.answered == 4)
+        partner.answer = None
+        let_probes_be_due(inbox)
+        until(lambda: unread(inbox) == 0)
+    assert [len(batch(got)) for got in partner.begun] == [3, 1, 1, 1, 1, 2]
+
+
 def test_a_template_makes_a_body_of_the_endpoints_own_form(inbox: Dsn, partner: Partner) -> None:
     put(inbox, '{"note": "5\\" & more", "lines": [{"price": 7}]}', key="a&b", from_service="shop")
     put(inbox, "no json", key="c", from_service="shop")
@@ -950,6 +965,21 @@ def test_a_probe_is_sent_though_what_is_read_before_it_waits_for_its_time(
     assert state(inbox) == "closed"
 
 
+def test_while_a_probe_may_be_under_way_no_other_one_is_due(inbox: Dsn, partner: Partner) -> None:
+    answer = held(partner, 204)
+    put(inbox, "1", key="a")
+    with connect(inbox) as connection:
+        number = subscription(connection, SUBSCRIPTION).subscription_id
+        Book(subscription_id=number, endpoint="partner").down(connection, "HTTP 503", 0.0)
+        ((before,),) = fetch(connection, "SELECT clock_timestamp()")
+        with dispatching(dispatcher(inbox, partner, timeout_seconds=30)):
+            until(lambda: partner.in_flight == 1)
+            ((after,),) = fetch(connection, "SELECT next_probe_at FROM saf.breaker")
+            answer()
+            until(lambda: state(inbox) == "closed")
+    assert after - before >= timedelta(seconds=30)
+
+
 def test_a_worker_that_takes_over_handles_only_what_no_endpoint_has_answered(
     inbox: Dsn, partner: Partner
 ) -> None:
@@ -1159,6 +1189,20 @@ def test_retry_after_is_honoured(inbox: Dsn, partner: Partner) -> None:
             connection, "SELECT extract(epoch FROM next_probe_at - now()) FROM saf.breaker"
         )
     assert 900 < seconds <= 1000
+
+
+def test_a_fault_with_retry_after_makes_its_message_wait_for_this_time(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.always(200, dumps(Fault(1, "busy"), methodresponse=True).encode(), retry_after="1000")
+    put(inbox, "[]", key="a")
+    dispatch(inbox, partner, mode="xmlrpc", method="order")
+    with connect(inbox) as connection:
+        ((seconds,),) = fetch(
+            connection, "SELECT extract(epoch FROM next_attempt_at - now()) FROM saf.backoff"
+        )
+    assert 900 < seconds <= 1000
+    assert state(inbox) == "closed"
 
 
 # What is written, as it is

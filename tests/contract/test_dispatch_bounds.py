@@ -13,11 +13,12 @@ import pytest
 from saf.database import Dsn
 from saf.received import READ, Received
 from saf.receiving.dispatch import sending
-from saf.receiving.dispatch.condition import Book
+from saf.receiving.dispatch.condition import Book, Condition
 from saf.receiving.dispatch.judging import Judge
 from saf.receiving.dispatch.progress import InHand
 from saf.receiving.dispatch.replies import Answer, Meaning
 from saf.receiving.dispatch.settings import Endpoint
+from saf.receiving.dispatch.walk import Walk
 from saf.receiving.dispatch.window import Window
 from tests.endpoints import (
     Got,
@@ -88,13 +89,27 @@ def received(id_: int) -> Received:
     return Received(tuple(columns.get(name) for name in READ))
 
 
-def test_what_is_to_be_sent_alone_is_remembered_with_the_message_only() -> None:
+def two_in_flight() -> tuple[Window, Judge, list[Walk]]:
     window, endpoint = Window(), Endpoint(url="http://127.0.0.1:1")
     window.own([InHand(shard=1, epoch=1, batch=1, done="1:1:", open=None, position=0)])
     judge = Judge(window, Book(subscription_id=1, endpoint="partner"), endpoint, converses=False)
     for id_ in (1, 2):
         window.add(received(id_))
-    walks = [walk for walk in (window.next(), window.next()) if walk is not None]
+    return window, judge, [walk for walk in (window.next(), window.next()) if walk is not None]
+
+
+def test_what_several_messages_are_told_by_an_endpoint_that_is_removed_changes_nothing() -> None:
+    _, judge, walks = two_in_flight()
+    judge.condition = Condition(state="removed")
+    later = Answer(meaning=Meaning.WAITS, seconds=0.1, status=503, retry_after=100.0)
+    judge.answered_together(walks, later)
+    assert judge.condition == Condition(state="removed")
+    assert judge.to_write == []
+    assert [(str(walk.state), walk.alone) for walk in walks] == [("queued", False)] * 2
+
+
+def test_what_is_to_be_sent_alone_is_remembered_with_the_message_only() -> None:
+    window, judge, walks = two_in_flight()
     judge.answered_together(walks, Answer(meaning=Meaning.REJECTED, seconds=0.1, status=400))
     assert [(str(walk.state), walk.alone) for walk in walks] == [("queued", True)] * 2
     assert window.marks() is not None

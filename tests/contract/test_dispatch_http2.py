@@ -151,6 +151,28 @@ def test_answers_that_come_too_late_hold_nothing_up(partner: Partner, tmp_path: 
     assert {one.meaning for one in answers[late:]} == {Meaning.DONE}
 
 
+def test_a_connection_that_gets_no_more_requests_stays_open_for_those_in_flight(
+    partner: Partner, tmp_path: Path
+) -> None:
+    async def answer(got: Got) -> Reply:
+        if got.body == b"long":
+            return 503, {}, bytes(1_000_000)
+        await asyncio.sleep(1)
+        return 204, {}, b""
+
+    partner.answer = answer
+
+    async def work(endpoint: Endpoint) -> list[Answer]:
+        async with Client(endpoint) as client:
+            some = [Request(message_id="x", headers={}, body=body) for body in (b"slow", b"long")]
+            return await asyncio.gather(*map(client.post, some))
+
+    with behind_nginx(partner, tmp_path) as certificate:
+        slow, long = asyncio.run(work(http2(partner, certificate)))
+    assert (slow.meaning, long.meaning) == (Meaning.DONE, Meaning.WAITS)
+    assert sorted(got.body for got in partner.begun) == [b"long", b"slow"]
+
+
 def test_a_large_body_arrives_whole(partner: Partner, tmp_path: Path) -> None:
     with behind_nginx(partner, tmp_path) as certificate:
         (answer,) = post(http2(partner, certificate), body=bytes(5_000_000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 from xmlrpc.client import dumps
 
@@ -239,6 +240,21 @@ def test_a_probe_that_falls_on_a_dialog_for_somebody_else_is_followed_by_another
     assert [got.body for got in partner.accepted] == [b"plain"]
 
 
+def test_a_message_of_a_dialog_is_a_probe_where_the_endpoint_replies(
+    shop: Dsn, mom: Dsn, partner: Partner
+) -> None:
+    partner.always(503)
+    dialogs.begin(shop, "1")
+    more = {"reply": True, "breaker_failures": 1}
+    talk(shop, mom, partner, **more)
+    assert state(mom) == "open"
+    echo(partner)
+    let_probes_be_due(mom)
+    assert talk(shop, mom, partner, **more).exit_code == 0
+    assert state(mom) == "closed"
+    assert dialogs.said(dialogs.receive(shop, SHOP)) == ['{"got": 1}']
+
+
 def test_an_endpoint_answers_on_the_dialog(shop: Dsn, mom: Dsn, partner: Partner) -> None:
     echo(partner)
     dialog = dialogs.begin(shop, "1", "2", "3")
@@ -353,3 +369,33 @@ def test_what_has_waited_for_somebody_who_replies_is_sent_once_the_endpoint_does
     assert partner.begun == []
     talk(shop, mom, partner, reply=True)
     assert dialogs.said(dialogs.receive(shop, SHOP)) == ['{"got": 1}', '{"got": 2}']
+
+
+def test_of_what_a_worker_has_left_for_handlers_all_but_dialogs_is_sent(
+    shop: Dsn, mom: Dsn, partner: Partner
+) -> None:
+    def waits() -> list[tuple[Any, ...]]:
+        with connect(mom) as connection:
+            return fetch(
+                connection, "SELECT subject, error, awaits_handler FROM saf.backoff ORDER BY error"
+            )
+
+    dialog = dialogs.begin(shop, "1")
+    dialogs.forward(shop, mom)
+    with connect(mom) as connection:
+        connection.execute(STORE, [WAREHOUSE, "a"])
+    worker = saf.Worker(mom, WAREHOUSE)
+
+    @worker.handler("OrderPaid")
+    def handle(message: saf.Received, _: object) -> None:
+        raise AssertionError(message)
+
+    with suppress(saf.SafError):
+        worker.drain()
+    before = waits()
+    of_dialog = [row for row in before if row[0] == str(dialog.conversation_id)]
+    assert len(before) == 2
+    assert len(of_dialog) == 1
+    talk(shop, mom, partner)
+    assert [got.body for got in partner.accepted] == [b"plain"]
+    assert waits() == of_dialog

@@ -17,7 +17,7 @@ from saf.database import Dsn
 from saf.receiving.dispatch import dispatcher as running
 from saf.receiving.dispatch.dispatcher import Dispatcher
 from saf.receiving.dispatch.settings import Endpoint
-from tests.endpoints import Partner, dispatcher, inbox, partner
+from tests.endpoints import Partner, dispatcher, dispatching, inbox, partner
 from tests.pipeline import connect
 from tests.receivers import put
 from tests.waits import until, waiters
@@ -110,6 +110,19 @@ def test_a_stop_waits_for_no_broker_that_is_asked_for_endpoints(
         assert one.summary.handled == 1
     finally:
         over.set()
+
+
+def test_a_stop_waits_for_a_slow_answer_no_longer_than_it_says(
+    inbox: Dsn, partner: Partner
+) -> None:
+    partner.after(60)
+    put(inbox, "1", key="a")
+    one = dispatcher(inbox, partner, timeout_seconds=60)
+    one.stop_seconds = 0.5
+    with dispatching(one):
+        until(lambda: partner.in_flight == 1)
+        told = time.monotonic()
+    assert 0.5 <= time.monotonic() - told < 20
 
 
 def test_what_saf_is_to_blame_for_at_one_endpoint_stops_no_other_one(

@@ -184,6 +184,28 @@ def test_what_was_late_goes_with_its_shard() -> None:
     assert window.known_late == [12]
 
 
+def test_a_shard_whose_attempts_are_counted_is_not_let_go_before_they_are_written(
+    window: Window,
+) -> None:
+    counted = Waiting(lane="c", shard=1, attempts=1, error="HTTP 503")
+    window.count([counted])
+    assert window.busy() == {1}
+    with pytest.raises(Fenced):
+        window.own([hand(2)])
+    marks = window.marks()
+    assert marks is not None
+    assert marks.waiting == {"c": counted}
+    assert [mark.shard for mark in marks.cursors] == [1]
+    assert window.own([hand(2)]) == [1]
+
+
+def test_a_key_in_memory_does_not_wait_because_an_earlier_attempt_is_counted(
+    window: Window,
+) -> None:
+    window.count([Waiting(lane="a", shard=1, attempts=1, error="HTTP 503")])
+    assert window.marks() is None
+
+
 def test_a_key_that_rests_is_not_woken_after_its_shard_has_gone(window: Window) -> None:
     sent = window.next()
     assert sent is not None
