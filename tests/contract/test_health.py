@@ -140,11 +140,17 @@ def test_a_source_whose_cursors_are_older_than_what_they_count_as_complete_is_re
 ) -> None:
     """As a copy is that caught up with another cluster's cursors, and has overtaken them since."""
     with connect(app) as connection:
+        send(connection, "before")
         ((next_,),) = fetch(connection, "SELECT pg_snapshot_xmax(pg_current_snapshot())::text")
         later = int(next_) + 50
         connection.execute("UPDATE saf.cursor SET done = %s", [f"{later}:{later}:"])
         send(connection, "x")
+        send(connection, "y")
     burn_transaction_ids(app, 60)
-    with pytest.raises(Restored, match=r"written here after the cursors were.*saf rebase"):
+    with pytest.raises(
+        Restored,
+        match=r"saf\.outbox has 2 messages, the first with id 2, which.* were written here after "
+        r"the cursors were.*saf rebase",
+    ):
         run(app, mom=mom)
     assert bodies(mom) == []

@@ -13,6 +13,7 @@ import pytest
 
 import saf
 from saf.broker.embedded import EmbeddedServer
+from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.errors import (
     ConfigurationError,
@@ -170,6 +171,25 @@ def test_a_subscription_that_lacks_a_cursor_is_refused(app: Dsn, config: Path) -
     fill(app, 5, "more")
     with pytest.raises(NotThisStream, match="has 63 cursors for 64 shards"):
         stream.step()
+
+
+def test_a_broker_with_one_shard_is_a_stream_like_any_other(
+    new_database: Callable[[str], Dsn], mom: Dsn, tmp_path: Path
+) -> None:
+    one = new_database("one")
+    migrate(one, shards=1)
+    stream = query(configuration(tmp_path / "saf.toml", {"app": one}, {"mom": mom}))
+    fill(one, 5)
+    stream.drain()
+    assert sorted(stream.bodies) == expected(5)
+    stream.die()
+    with connect(one) as connection:
+        connection.execute(
+            "DELETE FROM saf.cursor c USING saf.subscription s "
+            "WHERE c.subscription_id = s.subscription_id AND s.stream"
+        )
+    with pytest.raises(NotThisStream, match="something else has written them"):
+        stream.step()  # and does not take the forwarder's cursor for its own
 
 
 def test_the_rows_between_any_two_offsets_are_those_of_the_micro_batches_between(

@@ -120,6 +120,11 @@ def test_a_signature_is_the_same_bytes_for_ever() -> None:
     }
 
 
+def test_a_signature_is_for_the_broker_that_the_message_is_for() -> None:
+    signed = [signer().sign(row(to_broker=broker)) for broker in (None, UUID(int=1), UUID(int=2))]
+    assert len({one.headers for one in signed}) == 3
+
+
 @pytest.mark.parametrize(
     ("algorithm", "material", "says"),
     [
