@@ -12,6 +12,7 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.errors import Restored, RowsGone
+from saf.log import lineage
 from saf.operating.repair.rebase import rebase
 from saf.receiving.dispatch.dispatcher import Dispatcher
 from saf.receiving.dispatch.dispatcher import run as run_dispatchers
@@ -122,6 +123,17 @@ def test_a_store_whose_sequence_was_set_back_gets_nothing_until_it_is_repaired(
     let_time_pass(app)
     run(app, mom=stored)
     assert bodies(stored)[10:] == ["more"]
+
+
+def test_nothing_is_found_at_a_store_whose_receiver_has_begun_before_it_read(stored: Dsn) -> None:
+    """Its cursor looks older than the messages that it counts as complete."""
+    with connect(stored) as receiver, connect(stored) as sender:
+        with receiver.transaction():
+            receiver.execute("SELECT pg_current_xact_id()")
+            sender.execute("INSERT INTO saf.inbox (to_service, body) VALUES ('billing', 'x')")
+            receiver.execute("UPDATE saf.cursor SET done = pg_current_snapshot()")
+        assert lineage.problems(sender, ("inbox",)) == []
+        assert lineage.problems(sender, ("inbox",), whole=True) == []
 
 
 def test_a_source_of_another_cluster_is_refused_though_its_numbers_look_right(

@@ -643,6 +643,15 @@ def test_a_stream_is_registered_shown_and_dropped_on_the_command_line(
     assert nobody.returncode == 2, "the forwarder's is not a stream's"
 
 
+def test_a_stream_that_is_dropped_leaves_the_others_of_its_log(app: Dsn) -> None:
+    with connect(app) as connection:
+        for name in ("lake", "pond"):
+            stream_log.create(connection, "it", "outbox", name, "beginning")
+        assert drop(connection, "outbox", "lake")
+        found = [stream_log.logs(connection, name) for name in ("lake", "pond")]
+    assert found == [[], ["outbox"]]
+
+
 def test_of_several_streams_of_a_name_none_is_dropped_until_one_is_named(
     app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:

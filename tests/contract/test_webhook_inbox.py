@@ -395,6 +395,25 @@ def test_who_comes_while_enough_are_in_hand_is_to_come_later(inbox: Dsn) -> None
     assert len(stored(inbox)) == 2
 
 
+def test_a_body_that_does_not_arrive_in_time_is_answered_with_408(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiver, "BODY_SECONDS", 0.01)
+    app = saf.webhooks.inbox("dbname=nowhere", "billing", secrets=SECRET)
+    signed = sign("7", int(time.time()), b"7", [key_of(SECRET)])
+    headers = [(name.encode(), value.encode()) for name, value in signed.items()]
+    answers: list[Any] = []
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def keep(part: Any) -> None:
+        answers.append(part)
+
+    asyncio.run(app({"type": "http", "method": "POST", "headers": headers}, never, keep))
+    assert [part.get("status", part.get("body")) for part in answers] == [408, b"it took too long"]
+
+
 def test_no_event_brings_headers_that_only_saf_writes(inbox: Dsn, url: str) -> None:
     forged: dict[str, Any] = {
         "ce_saf_verified_from": '{"service": "bank"}',
