@@ -125,9 +125,10 @@ def test_a_store_whose_sequence_was_set_back_gets_nothing_until_it_is_repaired(
     assert bodies(stored)[10:] == ["more"]
 
 
-def test_nothing_is_found_at_a_store_whose_receiver_has_begun_before_it_read(stored: Dsn) -> None:
+def test_nothing_is_found_at_a_store_whose_receiver_has_begun_before_it_read(mom: Dsn) -> None:
     """Its cursor looks older than the messages that it counts as complete."""
-    with connect(stored) as receiver, connect(stored) as sender:
+    with connect(mom) as receiver, connect(mom) as sender:
+        create_service(sender, "billing")
         with receiver.transaction():
             receiver.execute("SELECT pg_current_xact_id()")
             sender.execute("INSERT INTO saf.inbox (to_service, body) VALUES ('billing', 'x')")

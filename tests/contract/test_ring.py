@@ -328,6 +328,19 @@ def test_a_slot_that_someone_reads_is_skipped_in_time_and_no_writer_waits(
         assert time.monotonic() - began < 4
 
 
+def test_a_purge_waits_for_its_lock_as_long_as_it_may(app: Dsn) -> None:
+    with connect(app) as connection, transaction(app) as reader:
+        send(reader, "never")
+        reader.rollback()
+        leave_slot(connection)
+        reader.execute("SELECT count(*) FROM saf.outbox")
+        began = time.monotonic()
+        assert purge_now(connection, lock_timeout_seconds=0.3).state == "locked"
+        assert time.monotonic() - began >= 0.3
+        reader.rollback()
+        assert purge_now(connection, lock_timeout_seconds=0.3).state == "purged"
+
+
 def test_an_empty_slot_is_not_locked(app: Dsn) -> None:
     with connect(app) as connection, transaction(app) as reader:
         reader.execute("LOCK TABLE saf.outbox IN SHARE MODE")

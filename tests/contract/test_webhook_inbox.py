@@ -26,6 +26,7 @@ from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.signing.webhook import key_of, sign
 from saf.webhooks import receiver
+from saf.webhooks.event import NoEvent, event
 from tests.endpoints import Partner, dispatcher, dispatching, program, serving
 from tests.pipeline import connect
 from tests.processes import start
@@ -239,6 +240,17 @@ def test_what_is_not_accepted_is_answered_with_the_reason(
     answered, text = send(url, **more)
     assert (answered, says in text) == (status, True), text
     assert stored(inbox) == []
+
+
+@pytest.mark.parametrize("name", ["id", "source", "type"])
+def test_an_event_without_a_text_that_it_needs_is_refused(name: str) -> None:
+    """Also if the text is empty: then it identifies nothing."""
+    given = {**MINIMAL, f"ce-{name}": ""}
+    with pytest.raises(NoEvent, match=f"the event has no {name}"):
+        event(given, b"7")
+    del given[f"ce-{name}"]
+    with pytest.raises(NoEvent, match=f"the event has no {name}"):
+        event(given, b"7")
 
 
 def test_a_body_that_says_no_length_is_bounded_all_the_same(inbox: Dsn, url: str) -> None:

@@ -384,22 +384,6 @@ def test_a_row_that_came_late_into_an_emptied_slot_does_not_make_it_look_whole(
     assert compare(app, mom=mom).range.purged == ("outbox of broker 'app'",)
 
 
-def test_a_log_that_has_left_a_slot_and_was_never_purged_is_compared_from_its_beginning(
-    app: Dsn, mom: Dsn
-) -> None:
-    send(app, 15)
-    execute(app, "UPDATE saf.outbox SET created_at = now() - interval '8 days'")
-    forward(app, mom=mom)
-    for dsn, log in ((app, "outbox"), (mom, "inbox")):
-        execute(dsn, f"SELECT setval('saf.{log}_id_seq', {SLOT_ROWS}, false)")
-    send(app, 5)
-    forward(app, mom=mom)
-    execute(mom, "DELETE FROM saf.inbox WHERE id = 1")
-    outcome = compare(app, mom=mom)
-    assert (outcome.range.purged, outcome.range.since) == ((), None)
-    assert counts(outcome) == {"lost": 1}
-
-
 def test_a_loss_beside_a_topic_without_messages_is_seen(app: Dsn, mom: Dsn) -> None:
     with connect(app) as connection:
         add_topic(connection, "news")
