@@ -10,7 +10,6 @@ import pytest
 
 from saf.database import Dsn
 from saf.destinations.postgresql import inbox
-from saf.log import backlog
 from saf.log.shards import NEWEST
 from tests.pipeline import Cycle, connect, forwarding_rules, send
 
@@ -65,13 +64,11 @@ def test_versions_that_cannot_be_removed_are_not_looked_at(app: Dsn, mom: Dsn) -
         ((broker_id,),) = source.execute("SELECT broker_id::text FROM saf.broker").fetchall()
 
         cursors = _pages(source, f"SELECT * FROM {NEWEST} AS c", ONE)
-        backlogs = _pages(source, backlog.SHARDS)
         plainly = _pages(source, PLAINLY, ONE)
         with there.transaction():
             watermarks = _pages(there, _lock(broker_id))
 
     # some pages of the index and one of the table for each, and one more for each lock
     assert cursors <= 5 * SHARDS
-    assert backlogs <= 6 * SHARDS
     assert watermarks <= 6 * SHARDS
     assert plainly > CYCLES * 2, "without this way of asking, each cycle adds to it"

@@ -13,7 +13,6 @@ import pytest
 
 import saf
 from saf.broker.embedded import EmbeddedServer
-from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.errors import (
     ConfigurationError,
@@ -171,25 +170,6 @@ def test_a_subscription_that_lacks_a_cursor_is_refused(app: Dsn, config: Path) -
     fill(app, 5, "more")
     with pytest.raises(NotThisStream, match="has 63 cursors for 64 shards"):
         stream.step()
-
-
-def test_a_broker_with_one_shard_is_a_stream_like_any_other(
-    new_database: Callable[[str], Dsn], mom: Dsn, tmp_path: Path
-) -> None:
-    one = new_database("one")
-    migrate(one, shards=1)
-    stream = query(configuration(tmp_path / "saf.toml", {"app": one}, {"mom": mom}))
-    fill(one, 5)
-    stream.drain()
-    assert sorted(stream.bodies) == expected(5)
-    stream.die()
-    with connect(one) as connection:
-        connection.execute(
-            "DELETE FROM saf.cursor c USING saf.subscription s "
-            "WHERE c.subscription_id = s.subscription_id AND s.stream"
-        )
-    with pytest.raises(NotThisStream, match="something else has written them"):
-        stream.step()  # and does not take the forwarder's cursor for its own
 
 
 def test_the_rows_between_any_two_offsets_are_those_of_the_micro_batches_between(
@@ -641,15 +621,6 @@ def test_a_stream_is_registered_shown_and_dropped_on_the_command_line(
     assert (missing.returncode, "no stream 'lake'" in missing.stderr) == (2, True)
     nobody = command("subscription", "drop", "forwarder", cwd=tmp_path)
     assert nobody.returncode == 2, "the forwarder's is not a stream's"
-
-
-def test_a_stream_that_is_dropped_leaves_the_others_of_its_log(app: Dsn) -> None:
-    with connect(app) as connection:
-        for name in ("lake", "pond"):
-            stream_log.create(connection, "it", "outbox", name, "beginning")
-        assert drop(connection, "outbox", "lake")
-        found = [stream_log.logs(connection, name) for name in ("lake", "pond")]
-    assert found == [[], ["outbox"]]
 
 
 def test_of_several_streams_of_a_name_none_is_dropped_until_one_is_named(

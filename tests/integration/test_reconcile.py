@@ -384,17 +384,6 @@ def test_a_row_that_came_late_into_an_emptied_slot_does_not_make_it_look_whole(
     assert compare(app, mom=mom).range.purged == ("outbox of broker 'app'",)
 
 
-def test_a_loss_beside_a_topic_without_messages_is_seen(app: Dsn, mom: Dsn) -> None:
-    with connect(app) as connection:
-        add_topic(connection, "news")
-        add_route(connection, "mom")
-    send(app, 20)
-    forward(app, mom=mom)
-    assert compare(app, mom=mom).same
-    lose(mom, 3)
-    assert counts(compare(app, mom=mom)) == {"lost": 3}
-
-
 def test_cursors_of_another_cluster_prove_nothing(app: Dsn, mom: Dsn) -> None:
     execute(app, "UPDATE saf.broker SET system_identifier = 1")
     with pytest.raises(Restored, match="saf rebase"):
