@@ -70,6 +70,19 @@ def test_a_message_is_found_wherever_it_lies(app: Dsn, log: str) -> None:
         assert find(connection, log, uuid4(), seconds=60) == Search()
 
 
+def test_of_two_messages_of_an_id_the_newest_is_found(app: Dsn) -> None:
+    """As after a message was stored again by a repair."""
+    twice = uuid4()
+    with connect(app) as connection:
+        insert = "INSERT INTO saf.inbox (to_service, message_id, body) VALUES ('a', %s, '')"
+        for _ in range(2):
+            connection.execute(insert, [twice])
+        ((newest,),) = fetch(connection, "SELECT max(id) FROM saf.inbox")
+        row = find(connection, "inbox", twice, seconds=60).row
+    assert row is not None
+    assert row.id == newest
+
+
 def test_a_search_whose_time_is_over_says_how_far_it_was_and_goes_on_there(app: Dsn) -> None:
     with connect(app) as connection:
         oldest, *_ = fill(connection, "outbox")

@@ -12,6 +12,7 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.errors import Restored, RowsGone
+from saf.log import lineage
 from saf.operating.repair.rebase import rebase
 from saf.receiving.dispatch.dispatcher import Dispatcher
 from saf.receiving.dispatch.dispatcher import run as run_dispatchers
@@ -124,6 +125,18 @@ def test_a_store_whose_sequence_was_set_back_gets_nothing_until_it_is_repaired(
     assert bodies(stored)[10:] == ["more"]
 
 
+def test_nothing_is_found_at_a_store_whose_receiver_has_begun_before_it_read(mom: Dsn) -> None:
+    """Its cursor looks older than the messages that it counts as complete."""
+    with connect(mom) as receiver, connect(mom) as sender:
+        create_service(sender, "billing")
+        with receiver.transaction():
+            receiver.execute("SELECT pg_current_xact_id()")
+            sender.execute("INSERT INTO saf.inbox (to_service, body) VALUES ('billing', 'x')")
+            receiver.execute("UPDATE saf.cursor SET done = pg_current_snapshot()")
+        assert lineage.problems(sender, ("inbox",)) == []
+        assert lineage.problems(sender, ("inbox",), whole=True) == []
+
+
 def test_a_source_of_another_cluster_is_refused_though_its_numbers_look_right(
     app: Dsn, mom: Dsn
 ) -> None:
@@ -140,11 +153,17 @@ def test_a_source_whose_cursors_are_older_than_what_they_count_as_complete_is_re
 ) -> None:
     """As a copy is that caught up with another cluster's cursors, and has overtaken them since."""
     with connect(app) as connection:
+        send(connection, "before")
         ((next_,),) = fetch(connection, "SELECT pg_snapshot_xmax(pg_current_snapshot())::text")
         later = int(next_) + 50
         connection.execute("UPDATE saf.cursor SET done = %s", [f"{later}:{later}:"])
         send(connection, "x")
+        send(connection, "y")
     burn_transaction_ids(app, 60)
-    with pytest.raises(Restored, match=r"written here after the cursors were.*saf rebase"):
+    with pytest.raises(
+        Restored,
+        match=r"saf\.outbox has 2 messages, the first with id 2, which.* were written here after "
+        r"the cursors were.*saf rebase",
+    ):
         run(app, mom=mom)
     assert bodies(mom) == []

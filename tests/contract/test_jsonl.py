@@ -23,6 +23,7 @@ from saf.destinations.settings import DestinationSettings
 from saf.destinations.tables import uuid_hashes
 from saf.errors import CannotReadBack, Refused, Unavailable
 from saf.failpoints import arm
+from saf.log import disk
 from saf.operating.doctor import examine
 from saf.operating.repair.reconcile import Outcome, reconcile
 from saf.operating.repair.send_again import send_again
@@ -118,6 +119,18 @@ def test_the_names_of_its_folders_are_durable_before_a_message_counts_as_stored(
     with synced() as found:
         forward(app, files=files)
     assert {files.folder, file.parent} <= found
+
+
+def test_what_is_made_durable_does_not_stay_open(tmp_path: Path) -> None:
+    """A forwarder that runs for weeks would run out of descriptors."""
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for number in range(20):
+        folder = tmp_path / str(number) / "inner"
+        disk.make_folder(folder)
+        disk.write(folder / "file", b"x")
+        disk.sync_file(folder / "file")
+        disk.sync(folder)
+    assert len([*Path("/proc/self/fd").iterdir()]) < before + 20, "other threads may open a few"
 
 
 class Died(BaseException):

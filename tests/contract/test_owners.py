@@ -109,8 +109,9 @@ def test_shards_that_are_opened_together_are_one_batch(
     cursor.close(source, cursor.in_hand(source, "outbox", owner))
     # what they had completed then, they have all completed now
     source.execute("UPDATE saf.cursor SET done = pg_current_snapshot()")
-    cursor.open_batch(source, "outbox", owner)
+    (whole,) = cursor.open_batch(source, "outbox", owner)
     assert len(cursor.in_hand(source, "outbox", owner)) == 1
+    assert whole.number > few.number, "a destination drops a batch whose number did not rise"
 
 
 def test_a_batch_read_again_has_not_what_committed_since(
@@ -298,6 +299,25 @@ def test_members_balance_one_at_a_time(app: Dsn, source: psycopg.Connection[Any]
             with pytest.raises(psycopg.errors.LockNotAvailable):
                 member.balance(elsewhere)
         assert member.balance(elsewhere) == SHARDS
+
+
+def test_a_member_shares_only_the_shards_of_its_own_subscription(
+    app: Dsn, source: psycopg.Connection[Any]
+) -> None:
+    """Otherwise shards would be without an owner, or have one that reads another log's rows."""
+    with connect(app) as elsewhere:
+        services.create_service(elsewhere, "billing")
+        number = services.subscription(elsewhere, "billing").subscription_id
+        receiver = Member(subscription_id=number, lease_seconds=30)
+        receiver.join(elsewhere)
+        forwarder = new_member(source)
+        assert forwarder.balance(source) == SHARDS
+        owners = "SELECT subscription_id, owner, count(*) FROM saf.cursor GROUP BY 1, 2 ORDER BY 1"
+        first = (forwarder.subscription_id, forwarder.member_id, SHARDS)
+        assert fetch(elsewhere, owners) == [first, (number, None, SHARDS)]
+        assert receiver.balance(elsewhere) == SHARDS
+        assert fetch(elsewhere, owners) == [first, (number, receiver.member_id, SHARDS)]
+        assert forwarder.settled(source)
 
 
 def test_shards_without_an_open_batch_go_first(

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from saf.database import Dsn, fetch
 from saf.engine.work import Work
 from saf.forwarding import broker as quiet_source
 from saf.forwarding.broker import SourceBroker
+from saf.log.pauses import SHORTEST_SECONDS, Pauses
 from saf.routing.routes import add_route
 from tests.driver import InProcess, forwarder
 from tests.kept import _nothing_stays
@@ -47,6 +49,20 @@ def test_what_comes_soon_after_work_does_not_wait_for_the_longest_pause(
         finally:
             looping.stop()
             thread.join()
+
+
+def test_a_pause_is_a_share_of_the_quiet_time_from_the_shortest_to_the_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("saf.log.pauses.time", SimpleNamespace(monotonic=lambda: now[0]))
+    pauses, found = Pauses(), []
+    for after in (0.0, 1.0, 7.0, 1000.0):
+        now[0] += after
+        found.append(pauses.next(longest=5.0))
+    assert found == [SHORTEST_SECONDS, 0.25, 2.0, 5.0]
+    pauses.end()
+    assert pauses.next(longest=5.0) == SHORTEST_SECONDS
 
 
 @pytest.fixture

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 from saf.database import Dsn
+from saf.log.side import open_side
 from saf.operating import decide
 from saf.operating.repair.reconcile import Outcome, reconcile
 from saf.setaside.dropped import Reason, add
 from saf.setaside.selection import DeadLetters
 from tests.pipeline import Cycle, connect, forward, forwarding_rules, send, stores
+from tests.ring import leave_slot
 
 Broker = Callable[[str], Dsn]
 
@@ -80,6 +82,24 @@ def test_since_is_included_and_until_is_not(app: Dsn, mom: Dsn) -> None:
     assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
     outcome = compare(app, mom, since=NOON + timedelta(minutes=1))
     assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
+
+
+def test_a_log_that_has_left_a_slot_was_not_purged_and_one_whose_slot_is_empty_was(
+    app: Dsn,
+) -> None:
+    """Otherwise only what is younger than the retention would be compared."""
+
+    def may_be_purged() -> bool:
+        with open_side("source", "it", app, "outbox") as side:
+            return side.may_be_purged()
+
+    with connect(app) as connection:
+        for body in ("first", "second"):
+            send(connection, body)
+            leave_slot(connection)
+            assert not may_be_purged()
+        connection.execute("TRUNCATE saf.outbox_0")
+    assert may_be_purged()
 
 
 def test_what_was_retried_is_not_given_up_and_so_may_be_lost(app: Dsn, mom: Dsn) -> None:

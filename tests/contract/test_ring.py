@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -328,6 +329,22 @@ def test_a_slot_that_someone_reads_is_skipped_in_time_and_no_writer_waits(
         assert time.monotonic() - began < 4
 
 
+def test_a_purge_waits_for_its_lock_as_long_as_it_may(app: Dsn) -> None:
+    waits = (
+        "SELECT count(*) FROM pg_locks WHERE relation = 'saf.outbox_0'::regclass AND NOT granted"
+    )
+    with connect(app) as connection, transaction(app) as reader, connect(app) as watch:
+        send(reader, "never")
+        reader.rollback()
+        leave_slot(connection)
+        reader.execute("SELECT count(*) FROM saf.outbox")
+        with ThreadPoolExecutor(1) as threads:
+            purging = threads.submit(purge_now, connection, lock_timeout_seconds=60)
+            until(lambda: purging.done() or watch.execute(waits).fetchone() == (1,))
+            reader.rollback()
+        assert purging.result().state == "purged"
+
+
 def test_an_empty_slot_is_not_locked(app: Dsn) -> None:
     with connect(app) as connection, transaction(app) as reader:
         reader.execute("LOCK TABLE saf.outbox IN SHARE MODE")
@@ -379,6 +396,10 @@ def test_a_quiet_log_leaves_its_slot_which_then_goes(app: Dsn, mom: Dsn) -> None
 
 
 def test_a_log_without_messages_does_not_rotate(app: Dsn) -> None:
+    """Also if a message was rolled back, which makes the slot's file longer."""
+    with transaction(app) as rolled_back:
+        send(rolled_back, "never")
+        rolled_back.rollback()
     states = {slot.state for slot in purge_all(app, rotate_after_seconds=NOW).slots}
     assert states == {"current", "empty"}
 

@@ -26,6 +26,7 @@ from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.signing.webhook import key_of, sign
 from saf.webhooks import receiver
+from saf.webhooks.event import NoEvent, event
 from tests.endpoints import Partner, dispatcher, dispatching, program, serving
 from tests.pipeline import connect
 from tests.processes import start
@@ -241,6 +242,17 @@ def test_what_is_not_accepted_is_answered_with_the_reason(
     assert stored(inbox) == []
 
 
+@pytest.mark.parametrize("name", ["id", "source", "type"])
+def test_an_event_without_a_text_that_it_needs_is_refused(name: str) -> None:
+    """Also if the text is empty: then it identifies nothing."""
+    given = {**MINIMAL, f"ce-{name}": ""}
+    with pytest.raises(NoEvent, match=f"the event has no {name}"):
+        event(given, b"7")
+    del given[f"ce-{name}"]
+    with pytest.raises(NoEvent, match=f"the event has no {name}"):
+        event(given, b"7")
+
+
 def test_a_body_that_says_no_length_is_bounded_all_the_same(inbox: Dsn, url: str) -> None:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=30)
@@ -393,6 +405,25 @@ def test_who_comes_while_enough_are_in_hand_is_to_come_later(inbox: Dsn) -> None
                 until(partial(answered, status))
         until(lambda: send(partner.url)[0] == 204)
     assert len(stored(inbox)) == 2
+
+
+def test_a_body_that_does_not_arrive_in_time_is_answered_with_408(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(receiver, "BODY_SECONDS", 0.01)
+    app = saf.webhooks.inbox("dbname=nowhere", "billing", secrets=SECRET)
+    signed = sign("7", int(time.time()), b"7", [key_of(SECRET)])
+    headers = [(name.encode(), value.encode()) for name, value in signed.items()]
+    answers: list[Any] = []
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def keep(part: Any) -> None:
+        answers.append(part)
+
+    asyncio.run(app({"type": "http", "method": "POST", "headers": headers}, never, keep))
+    assert [part.get("status", part.get("body")) for part in answers] == [408, b"it took too long"]
 
 
 def test_no_event_brings_headers_that_only_saf_writes(inbox: Dsn, url: str) -> None:

@@ -11,7 +11,7 @@ import pickle
 import subprocess
 import sys
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -24,7 +24,9 @@ from hypothesis import strategies as st
 import saf
 from saf.errors import UsageError
 from saf.message import MAX_HEADERS, Number, Row
+from saf.received import READ, Received
 from saf.signing.signer import Algorithm, covered, read_headers, signed_bytes
+from saf.signing.verifier import ALTERED, Refusal, Trust, Verifier
 from tests.signing import ED25519, PRIVATE, PUBLIC, SECRET, hmac_key, signer
 
 
@@ -117,6 +119,40 @@ def test_a_signature_is_the_same_bytes_for_ever() -> None:
         "value": base64.b64encode(signature).decode(),
         "expires_at": 1924991999123456,
     }
+
+
+def verified(signed: Row, **altered: Any) -> object:
+    """What a receiver says of a signed message: the key's name, or why it is refused."""
+    columns = {**signed._asdict(), "message_id": signed.message_id.bytes, **altered}
+    message = Received(tuple(columns.get(name) for name in READ))
+    trust = Trust(keys=saf.Keys({"shop-1": hmac_key()}), required=True)
+    return Verifier(trust=trust, broker=UUID(int=1))(message)
+
+
+def test_a_message_expires_when_its_sender_has_signed_or_not_yet() -> None:
+    expires_at = datetime.now(UTC) + timedelta(hours=1)
+    signed = signer().sign(row(expires_at=expires_at))
+    assert verified(signed) == "shop-1"
+    assert verified(signed, expires_at=None) == "shop-1", "an operator has removed it"
+    refusal = verified(signed, expires_at=expires_at + timedelta(hours=1))
+    assert refusal == Refusal(reason=ALTERED, error="its expires_at was altered")
+    passed = signer().sign(row(expires_at=datetime.now(UTC) - timedelta(seconds=1)))
+    assert isinstance(verified(passed, expires_at=None), Refusal)
+
+
+@pytest.mark.parametrize("moment", [1.5, "7", [1], True])
+def test_an_expiry_in_a_signature_that_is_no_moment_is_refused(moment: object) -> None:
+    """It is read before the signature is verified, so anybody may have written it."""
+    signed = signer().sign(row())
+    headers = json.loads(signed.headers)
+    headers["saf-signature"]["expires_at"] = moment
+    refusal = verified(signed, headers=json.dumps(headers))
+    assert refusal == Refusal(reason=ALTERED, error="its saf-signature is not one")
+
+
+def test_a_signature_is_for_the_broker_that_the_message_is_for() -> None:
+    signed = [signer().sign(row(to_broker=broker)) for broker in (None, UUID(int=1), UUID(int=2))]
+    assert len({one.headers for one in signed}) == 3
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_a_webhook_of_the_past_or_of_the_future_is_refused(ahead: int, why: str)
         verify(signed(NOW + ahead), b"7", SECRET, now=NOW)
 
 
-@pytest.mark.parametrize("timestamp", ["", "-1", "1e9", "٣", "1" * 13])
+@pytest.mark.parametrize("timestamp", ["", "-1", "1e9", "٣", "²", "1" * 13])
 def test_a_timestamp_that_is_no_number_of_seconds_is_refused(timestamp: str) -> None:
     with pytest.raises(NotVerified):
         stated({**signed(NOW), "webhook-timestamp": timestamp}, now=NOW)
@@ -83,6 +83,14 @@ def test_a_secret_of_another_length_is_refused(size: int) -> None:
 @pytest.mark.parametrize("size", [SHORTEST, LONGEST])
 def test_the_shortest_and_the_longest_secret_are_taken(size: int) -> None:
     assert len(key_of(secret_of(size))) == size
+
+
+@pytest.mark.parametrize("extra", ["!", " ", "\n", "-_"])
+def test_a_secret_that_is_not_all_base64_is_refused(extra: str) -> None:
+    """Another key than the one that was meant would verify nothing."""
+    for secret in (f"{SECRET}{extra}", f"{SECRET[:20]}{extra}{SECRET[20:]}"):
+        with pytest.raises(UsageError, match="a webhook's secret"):
+            key_of(secret)
 
 
 def test_a_secret_without_its_prefix_is_refused() -> None:
