@@ -57,7 +57,8 @@ def run(app: Dsn, **destinations: Dsn) -> list[str | None]:
 def subscription(source: psycopg.Connection[Any]) -> int:
     """The forwarder's subscription_id."""
     ((number,),) = fetch(
-        source, "SELECT subscription_id FROM saf.subscription WHERE name = 'forwarder'"
+        source,
+        "SELECT subscription_id FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder'",
     )
     return int(number)
 

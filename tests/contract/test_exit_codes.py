@@ -96,3 +96,10 @@ def test_a_destination_that_refuses_the_login_is_for_a_person(
         send_to(source, "shipping", "waits")
     closed = Dsn(make_conninfo(mom.conninfo, user="nobody_of_this_name"))
     assert drained(tmp_path, app, mom=mom, closed=closed).exit_code == MEND
+
+
+def test_a_source_that_is_down_is_tried_again_and_nothing_is_known_to_wait_there(
+    mom: Dsn, tmp_path: Path
+) -> None:
+    summary = drained(tmp_path, NOWHERE, mom=mom)
+    assert (summary.exit_code, summary.waiting_lanes) == (TRY_AGAIN, 0)

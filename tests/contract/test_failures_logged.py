@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 import saf
 from saf.database import Dsn
+from saf.receiving.failures import exception
 from tests.pipeline import connect
 from tests.programs import BIN, run
 from tests.receivers import SUBSCRIPTION, dead, let_keys_be_due, put
@@ -196,3 +197,12 @@ def test_in_a_file_a_failure_is_one_line_of_json(inbox: Dsn, tmp_path: Path) -> 
     assert (one["level"], one["error"]) == ("warning", "KeyError: 'nothing'")
     assert "Traceback (most recent call last)" in one["stack"]
     assert "4111" not in line
+
+
+def test_the_parameters_of_a_cause_that_was_kept_and_given_later_are_hidden() -> None:
+    """It is no context of the error, because the error was not raised while it was handled."""
+    error = LookupError("no card")
+    error.__cause__ = sa.exc.StatementError("refused", "INSERT", {"card": SECRET}, ValueError("no"))
+    fields = exception(error)
+    assert "StatementError" in fields["stack"]
+    assert "4111" not in fields["stack"]

@@ -46,8 +46,11 @@ def test_what_is_marked_of_a_batch_in_hand_is_complete_to_the_last_message(
             send(connection, str(number), key=str(number))
         with Cycle(app, forwarding_rules(mom=mom)) as cycle:
             cycle.open()
+            before = compare(app, mom)
             cycle.deliver()  # and not closed
             outcome = compare(app, mom)
+    assert (total(before, "complete"), total(before, "pending")) == (0, 10)
+    assert all(shard.same for shard in before.shards), "pending messages are none that differ"
     assert (total(outcome, "complete"), total(outcome, "pending")) == (10, 0)
     assert counts(outcome) == {}
 

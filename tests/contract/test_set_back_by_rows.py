@@ -10,20 +10,33 @@ import psycopg
 import pytest
 
 from saf.broker import services
+from saf.database import fetch
 from saf.destinations.marks import MAIN, Known, Mark
+from saf.operating.repair.rebase import rebase
+from saf.operating.repair.replay import replay
 from saf.operating.repair.set_back import remembered, set_back
+from saf.routing.matching import Route, Routes
 from tests.destinations import subscription
+from tests.pipeline import send
 
 Connection = psycopg.Connection[Any]
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
+CURSORS = "SELECT subscription_id, shard, batch, set_aside_at FROM saf.cursor"
+PARKED = """
+INSERT INTO saf.parked
+    (subscription_id, kind, subject, shard, id, batch, position, to_service, body)
+SELECT subscription_id, 'route', 'billing', shard, 7, 3, 1, 'billing', ''
+FROM saf.cursor WHERE shard IN (7, 8)
+"""
+SECOND = timedelta(seconds=1)
 HERE = (MAIN, 7)
 MOM = uuid4()
 
 
 @pytest.fixture
 def here(source: Connection) -> Connection:
-    """A source whose forwarder has batch 5 of shard 7 in hand, beside another subscription."""
-    services.create_service(source, "billing")
+    """A source whose forwarder has batch 5 in hand, beside a reader of its inbox with that name."""
+    services.create_service(source, "forwarder")
     source.execute("UPDATE saf.cursor SET batch = 9, epoch = 9, opened_at = now()")
     source.execute(
         "UPDATE saf.cursor SET batch = 5, epoch = 4, open = '1:1:', opened_at = %s, "
@@ -101,3 +114,41 @@ def test_what_was_acknowledged_while_the_destination_was_asked_is_not_behind(
     mark = Mark(batch=2, position=1, opened_at=NOON, acknowledged=True)
     assert set_back(here, "mom", known(here=mark)).behind == {HERE}
     assert set_back(here, "mom", known(here=mark), before).behind == frozenset()
+
+
+def test_a_repair_lets_the_forwarder_go_on_in_the_shards_in_which_a_destination_is_farther(
+    here: Connection,
+) -> None:
+    """One of two destinations is. Other shards, and what others read, stay where they are."""
+    here.execute(PARKED)
+    mine = subscription(here)
+    here.execute(
+        "UPDATE saf.cursor SET opened_at = %s WHERE subscription_id = %s AND shard = 8",
+        [NOON + SECOND, mine],
+    )
+    mark = Mark(batch=20, position=1, opened_at=NOON, set_aside_at=NOON + SECOND)
+    other = Known(destination=uuid4(), marks={}, epochs={})
+    done = rebase(here, {"mom": known(here=mark), "other": other})
+    assert done is not None
+    assert (done.destinations_ahead, done.remembered_until) == (("mom",), NOON + SECOND)
+    after = {shard: (5, [NOON]) for shard in range(64)} | {7: (25, [NOON, NOON + SECOND])}
+    others = dict.fromkeys(range(64), (9, None))
+    found: dict[int, dict[int, tuple[int, list[datetime] | None]]] = {}
+    for number, shard, *place in fetch(here, CURSORS):
+        found.setdefault(number, {})[shard] = tuple(place)
+    assert found.pop(mine) == after
+    assert [*found.values()] == [others]
+    parked = fetch(here, "SELECT subscription_id, shard, batch FROM saf.parked")
+    assert {place for place in parked if place[2] != 3} == {(mine, 7, 23)}
+    assert len(parked) == 4
+
+
+def test_what_is_replayed_is_due_for_the_forwarder_and_for_no_other_reader_of_that_name(
+    here: Connection,
+) -> None:
+    send(here, "lost")
+    lost = fetch(here, "SELECT shard, id FROM saf.outbox")
+    assert list(replay(here, lost, Routes(routes=(Route(destination="mom"),)), "")) == ["mom"]
+    for table in ("parked", "backoff"):
+        found = fetch(here, f"SELECT subscription_id FROM saf.{table}")
+        assert found == [(subscription(here),)]

@@ -23,11 +23,11 @@ from saf.log.shards import Member, living
 from saf.receiving import reading, retries
 from saf.receiving.hand import Hand, Reader
 from saf.receiving.retries import Policy, Waiting
-from saf.setaside import backoff, dead, dropped, in_hand, parking, unhandled
+from saf.setaside import backoff, dead, dropped, in_hand, parking, unhandled, waiting
 from saf.setaside.dead import AsStored
 from saf.setaside.dropped import Reason
 from saf.setaside.lane import NO_BROKER, Kind, Lane
-from saf.setaside.selection import DeadLetters
+from saf.setaside.selection import DeadLetters, ParkedMessages
 from tests.destinations import subscription
 from tests.pipeline import connect
 
@@ -200,6 +200,9 @@ def test_a_member_hears_of_lanes_of_services_that_are_due_in_its_own_shards(
     source.execute("UPDATE saf.backoff SET next_attempt_at = now() + '1 h' WHERE subject = 'a'")
     assert not backoff.due_here(source, mine, member.member_id), "what is due is another's"
     assert backoff.any_due(source, mine)
+    park(source, mine, 10)
+    known = [(lane.kind, lane.subject) for lane in backoff.waiting(source, mine, member.member_id)]
+    assert known == [("main", "")], "once, though it is due in these shards too"
 
 
 def test_a_lane_had_no_turn_only_if_it_was_due_then_and_has_not_been_tried(
@@ -247,6 +250,31 @@ def test_what_is_set_aside_is_known_by_subscription_and_destination(
         assert known(source, mine, "mom", rows[1:]) == set()
         twin = {"id": 1, "message_id": UUID(int=9)}
         assert known(source, mine, "mom", [twin]) == set(), "another message has the same id"
+
+
+def test_lanes_and_parked_messages_are_chosen_by_subscription_kind_and_subject(
+    source: Connection, mine: int, others: int
+) -> None:
+    park(source, mine, 1, kind="service", subject="billing")
+    park(source, mine, 2, kind="service", subject="shipping")
+    park(source, mine, 3)
+    park(source, others, 4, destination="", kind="key", subject="billing")
+
+    def chosen(**which: str) -> list[int]:
+        return [one.message_id.int for one in ParkedMessages(**which).rows(source)]  # type: ignore[arg-type]
+
+    assert chosen(subject="billing") == [1, 4]
+    assert chosen(subject="billing", lane="service") == [1]
+    assert chosen(subscription="billing") == [4]
+    found = waiting.parked(source, subscription="forwarder")
+    assert (found.lanes, found.messages) == (3, 3)
+    assert waiting.parked(source).messages == 4
+    of_others = waiting.Lanes(subscription="billing")
+    assert [lane.kind for lane in waiting.parked(source, lanes=of_others).shown] == ["key"]
+    source.execute("UPDATE saf.backoff SET next_attempt_at = now() + '1 h'")
+    assert waiting.due(source, of_others).tried == 1
+    assert waiting.retry_now(source, lanes=of_others) == 1
+    assert [is_due for *_, is_due in lanes_of(source, mine)] == [False] * 3
 
 
 def test_lanes_are_read_for_the_batchs_shards_and_without_what_it_has_set_aside_itself(
@@ -423,6 +451,13 @@ def test_what_waits_for_a_handler_is_counted_with_its_own_lanes_messages(
     )
     (one,) = unhandled.unhandled(source)
     assert (one.subscription, one.message_type, one.keys, one.messages) == ("billing", "Paid", 1, 2)
+    source.execute(
+        "UPDATE saf.backoff SET awaits_handler = true, message_type = 'Paid', shard = 7, "
+        f"next_attempt_at = '{parking.BLOCKED}', since = %s WHERE subject = 'b'",
+        [LATER],
+    )
+    (both,) = unhandled.unhandled(source)
+    assert (both.keys, both.messages, both.since) == (2, 3, one.since), "since the first of them"
 
 
 # Keys that wait for a receiver

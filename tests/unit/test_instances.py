@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import time
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from saf import Processor
+from saf import Processor, Processors
 from saf.received import READ, Received
 from saf.receiving.processors import Instance, Instances
 
@@ -80,3 +82,18 @@ def test_an_instance_that_was_used_at_a_moment_was_used_since_it() -> None:
     assert instances.used_since(one.used_at) == [one]
     assert instances.used_since(one.used_at + 1e-6) == []
     assert instances.used_since(time.monotonic() - 1000) == [one]
+
+
+def test_the_page_about_receiving_states_the_defaults() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "receiving.md").read_text(encoding="utf-8")
+    defaults = inspect.signature(Processors).parameters
+    for name in ("idle_seconds", "max_instances"):
+        assert f"`{name}` ({defaults[name].default:,.0f})" in page
+
+
+def test_a_process_waits_until_its_next_duty_and_not_less() -> None:
+    """Else it would ask again and again while its instances are idle."""
+    runner = Processors("host=/nowhere", "billing", Counting)
+    runner._look_at = time.monotonic() + 20
+    runner._live.use(message("a"), 1, Counting)
+    assert 5 < runner._until_next_duty() <= 10, "the next output"

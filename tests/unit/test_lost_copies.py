@@ -9,10 +9,13 @@ from uuid import UUID
 import pytest
 
 from saf.destinations import Entry
-from saf.operating.repair.reconcile import Unread
+from saf.destinations.marks import MAIN, Known, Mark
+from saf.operating.repair.reconcile import Unread, _judged
 from saf.operating.repair.reconcile.copies import Copies, Lacking
-from saf.operating.repair.send_again import Blind
-from saf.routing.matching import Route, Routes
+from saf.operating.repair.reconcile.outcome import Range
+from saf.operating.repair.send_again import Blind, _gap
+from saf.operating.repair.set_back import SetBack
+from saf.routing.matching import Route, Router, Routes
 
 NOON = datetime(2026, 1, 31, 12, tzinfo=UTC)
 MOM, ERP = Route(service="news", destination="mom"), Route(service="news", destination="erp")
@@ -100,6 +103,30 @@ def test_what_the_source_has_not_sent_or_is_for_no_topic_is_lost_nowhere() -> No
     assert copies(LACKS).lost([entry("complete", service="billing")]).at == ()
 
 
+def test_what_no_destination_has_is_lost_and_is_not_uncertain_as_well() -> None:
+    late = Lacking(shards={7: NOON}, begun={"news": after(1)})
+    everywhere = Unread(destinations=frozenset())
+    for stored, kinds in ((), ["lost"]), ((entry("stored", "mom"),), ["uncertain"]):
+        rows = [entry("complete"), *stored]
+        found = _judged(rows, frozenset({"news"}), copies(late), everywhere)
+        assert [one.kind for one in found] == kinds
+
+
+@pytest.mark.parametrize(
+    ("backup", "gap"),
+    [(None, (None, NOON)), (after(-1), (after(-1), NOON)), (NOON, None), (after(1), None)],
+)
+def test_what_was_not_compared_lies_between_the_backup_and_what_was(
+    backup: datetime | None, gap: tuple[datetime | None, datetime] | None
+) -> None:
+    place = (MAIN, 7)
+    marks = {place: Mark(batch=1, position=1, opened_at=backup)} if backup else {}
+    known = {"erp": Known(destination=UUID(int=2), marks=marks, epochs={})}
+    behind = {"erp": SetBack(behind=frozenset({place}))}
+    assert _gap(Range(since=NOON), known, behind, None) == gap
+    assert _gap(Range(), known, behind, None) is None, "everything was compared"
+
+
 # What destinations that cannot be read back may have
 
 
@@ -124,6 +151,16 @@ def test_a_copy_goes_again_to_destinations_for_which_it_is_not_set_aside() -> No
     assert blind([aside, entry("set_aside", "")]).copies == [], "no destination has got it"
     elsewhere = [aside, entry("set_aside", "mom", shard=8), entry("set_aside", "mom", id=71)]
     assert len(blind(elsewhere).copies) == 1, "another message of the same id"
+    assert len(blind([entry("set_aside", "erp"), aside]).copies) == 1, "in whatever order"
+
+
+def test_what_a_router_has_sent_goes_again_unless_it_is_set_aside_everywhere() -> None:
+    router = Router(service="news", kind="sql", expression="'news'")
+    routed = Routes(routes=TOPIC.routes, topics=TOPIC.topics, routers=(router,))
+    rows = [entry("aside"), entry("set_aside", "erp")]
+    found = blind(rows, ("mom", "erp"), routes=routed)
+    assert (found.messages, found.copies) == ([(7, 70)], [])
+    assert blind(rows, ("erp",), routes=routed) == Blind(destinations=("erp",))
 
 
 def test_the_only_destination_has_not_got_what_is_set_aside() -> None:
