@@ -183,7 +183,7 @@ class Releasing:
                 self.parked.settle(settled, set_aside)
             self._hold_failed(left, set_aside)
             for part in at_most_once:
-                self._deliver_once(part)
+                self._deliver_once(part, left)
         if why is not None and left:
             self.parked.hold(left, why)
             if why in transforming.problems.values():
@@ -209,9 +209,13 @@ class Releasing:
                 set_aside.wait(part)
             elif part.rows.num_rows:
                 self.storing.deliver(part, set_aside)
-        if destination not in set_aside.down and not brake.engaged(destination):
+        braked = brake.engaged(destination)
+        if destination not in set_aside.down and not braked:
             return [part for part in at_most_once if part.rows.num_rows]
         for part in at_most_once:
+            if braked:
+                set_aside.fail(part.lanes, braked)
+                set_aside.down.add(destination)
             set_aside.wait(part)
         return []
 
@@ -225,8 +229,11 @@ class Releasing:
             self.parked.postpone(dict.fromkeys(left, next(iter(failed.values()))))
             left.clear()
 
-    def _deliver_once(self, part: Part) -> None:
-        """Deliver a part at most once, after every step that could raise."""
+    def _deliver_once(self, part: Part, left: set[Lane]) -> None:
+        """Deliver a part at most once, after every step that could raise.
+
+        Remove lanes from ``left`` from which nothing more is to be sent now.
+        """
         self._doubt(part)
         set_aside = self.parked.aside()
         isolate(
@@ -235,6 +242,7 @@ class Releasing:
             lambda message, error: set_aside.bury(message, part.destination, "rejected", error),
         )
         self.parked.settle(part.rows, set_aside)
+        self._hold_failed(left, set_aside)
 
     def _parts(self, destination: str, rows: pa.Table) -> Iterator[Part]:
         """Yield messages by their quality of service.

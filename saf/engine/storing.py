@@ -322,6 +322,7 @@ class Storing:
         if isinstance(refusal.error, REFUSES):
             self.context.receipts.of(name).down = True
             self._hold(part, set_aside, refusal)
+            set_aside.down.add(name)
 
     def _leave_out(self, part: Part, chunk: Chunk, set_aside: SetAside) -> Part:
         """Return a part without the messages that a transform leaves out; count these."""

@@ -173,7 +173,11 @@ def survey(cursor: Querying, batch: Batch) -> list[Window]:
 
 
 def _cut(slot: int, pages: int, size: int) -> Iterator[Window]:
-    """Cut a slot into windows by its pages and bytes; the bytes include large bodies."""
+    """Cut a slot into windows by its pages and bytes; the bytes include large bodies.
+
+    >>> [(window.first, window.end) for window in _cut(0, 2500, 2500 * 8192)]
+    [(0, 1024), (1024, 2048), (2048, 3072)]
+    """
     step = max(1, WINDOW_BYTES * pages // size)
     for first in range(0, pages, step):
         yield Window(slot=slot, first=first, end=first + step)

@@ -255,8 +255,27 @@ def test_at_most_once_a_client_that_raises_buries_no_more_than_what_may_have_lef
     send(app, *(f"s{number}" for number in range(30)))
     with monkeypatch.context() as patch:
         patch.setattr(INBOX, raising(lambda: TypeError("no")))
-        forward(app, "at_most_once", 10, other=mom)
-    assert [body for body, _ in dead(app)] == [f"s{number}" for number in range(10)]
-    let_time_pass(app)
+        for sent in (10, 20):  # the first chunk is new, the second was parked
+            forward(app, "at_most_once", 10, other=mom)
+            assert [body for body, _ in dead(app)] == [f"s{number}" for number in range(sent)]
+            let_time_pass(app)
     forward(app, "at_most_once", 10, other=mom)
-    assert bodies(mom) == [f"s{number}" for number in range(10, 30)]
+    assert bodies(mom) == [f"s{number}" for number in range(20, 30)]
+
+
+def test_at_most_once_rejections_in_a_row_of_parked_messages_stop_a_destination(
+    app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(app, *(f"bad {number:02}" for number in range(40)))
+    with monkeypatch.context() as patch:
+        patch.setattr(INBOX, raising(lambda: TypeError("no")))
+        forward(app, "at_most_once", 10, other=mom)
+    with monkeypatch.context() as patch:
+        patch.setattr(INBOX, Rejecting)
+        for _ in range(2):
+            let_time_pass(app)
+            forward(app, "at_most_once", 10, other=mom)
+            assert len(dead(app)) == 20
+    with connect(app) as connection:
+        (lane,) = parked(connection).shown
+        assert lane.braked

@@ -130,6 +130,26 @@ class DownForTheFirst(PostgresInbox):
         return super().store(chunk, exactly_once=exactly_once)
 
 
+def test_new_messages_go_after_a_replay_that_has_just_failed(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(app) as connection, connect(other) as store:
+        route(connection, "shipping", "other")
+        send_to(connection, "shipping", "1", key="k")
+        run(app, mom=mom, other=other)
+        store.execute("DELETE FROM saf.inbox")
+        lost = fetch(connection, "SELECT shard, id FROM saf.outbox")
+        replay(connection, lost, Routes(routes=(Route(destination="other"),)), "")
+        send_to(connection, "shipping", "2", key="k")
+    with monkeypatch.context() as patch:
+        patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", DownForTheFirst)
+        run(app, mom=mom, other=other)
+    assert bodies(other) == []
+    let_time_pass(app)
+    run(app, mom=mom, other=other)
+    assert bodies(other) == ["1", "2"]
+
+
 @pytest.mark.parametrize("due", [["main"], ["main", "replay"]])
 def test_what_is_parked_goes_after_a_replay_that_has_failed(
     app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch, due: list[str]

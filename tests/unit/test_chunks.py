@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from saf.engine.source import chunks
+from saf.engine import source
+from saf.engine.source import NotInWindows, bounded, chunks
+
+SINGLE = [pa.RecordBatch.from_pydict({"id": pa.array([n], pa.int64())}) for n in range(10)]
+"""Batches of one row and 8 bytes."""
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 7), st.integers(8, 100))
@@ -24,3 +29,17 @@ def test_batches_of_any_size_are_cut_into_chunks_without_loss(
     assert all(0 < table.num_rows <= max_rows for table in found)
     # a table ends with the batch that reaches the bytes: so without its last part, it had not
     assert all(table.slice(0, table.num_rows - 9).nbytes < max_bytes for table in found)
+
+
+def test_a_chunk_ends_with_the_batch_that_reaches_its_bytes() -> None:
+    assert [table.num_rows for table in chunks(SINGLE, 100, 24)] == [3, 3, 3, 1]
+
+
+def test_the_batches_of_one_window_count_together_towards_what_is_held_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(source, "HELD_BYTES", 80)
+    assert bounded(SINGLE) == SINGLE
+    monkeypatch.setattr(source, "HELD_BYTES", 79)
+    with pytest.raises(NotInWindows):
+        bounded(SINGLE)

@@ -52,6 +52,12 @@ def test_what_is_about_parked_messages_comes_first_by_the_ids_that_these_have() 
     assert numbers(one.results(chunk(1))) == [1]
 
 
+def test_the_first_message_of_an_outbox_has_its_values_while_it_is_parked() -> None:
+    one = InStep(given((-1, ANSWER), (-1, RESULT), (1, RESULT), END, of_each=1))
+    assert numbers(one.answers(chunk(1, parked=True))) == [1]
+    assert numbers(one.results(chunk(1, parked=True))) == [1]
+
+
 def test_no_more_is_held_for_a_consumer_than_up_to_the_messages_in_hand() -> None:
     read: list[int] = []
 

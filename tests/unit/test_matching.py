@@ -176,3 +176,15 @@ def test_each_message_of_a_chunk_that_is_shared_takes_one_route_of_its_way(
             assert Asker(service, broker, key) in asked
             assert taken is not None
             assert taken.destinations == (max(match.destinations),)
+
+
+def test_a_key_that_two_services_have_takes_a_route_of_each_service() -> None:
+    given = [
+        Route(service=s, destination=f"{s} {n}") for s in ("billing", "shipping") for n in "12"
+    ]
+    matcher = Matcher(Routes(routes=tuple(by_precedence(given))))
+    before = matcher.route(as_table([("billing", None, "k"), ("shipping", None, "k")]))
+    choose = lambda among: {asker: max(names) for asker, names in among.items()}  # noqa: E731
+    after = share(before, matcher.matches, choose)
+    taken = [matcher.matches[number].destinations for number in after["route"].to_pylist()]
+    assert taken == [("billing 2",), ("shipping 2",)]

@@ -76,6 +76,12 @@ def test_results_meet_their_messages_whatever_chunks_and_batches_they_come_in() 
     assert sent(one, rows(5, 6, 7)) == [(5, b"10"), (5, b"11"), (6, b"12"), (6, b"13")]
 
 
+def test_a_chunk_whose_messages_are_all_unfit_reads_no_results() -> None:
+    one = transforming(results({"id": 1, "body": b"1"}, END))
+    assert sent(one, rows(1).slice(0, 0)) == []
+    assert sent(one, rows(1)) == [(1, b"1")]
+
+
 def test_messages_of_other_services_are_as_they_were_sent() -> None:
     one = transforming(results({"id": 2, "body": b"2"}, END))
     mixed = pa.concat_tables([rows(1, service="audit"), rows(2), rows(3, service="audit")])
