@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.engine.source import chunks
+from saf.engine.survey import _cut
 
 
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 7), st.integers(8, 100))
@@ -24,3 +25,11 @@ def test_batches_of_any_size_are_cut_into_chunks_without_loss(
     assert all(0 < table.num_rows <= max_rows for table in found)
     # a table ends with the batch that reaches the bytes: so without its last part, it had not
     assert all(table.slice(0, table.num_rows - 9).nbytes < max_bytes for table in found)
+
+
+def test_a_slot_is_cut_into_windows_of_some_mebibytes() -> None:
+    pages = 10_000
+    windows = list(_cut(3, pages, pages * 8192))
+    assert len(windows) == 10
+    assert [window.first for window in windows[1:]] == [window.end for window in windows[:-1]]
+    assert (windows[0].first, windows[-1].end >= pages) == (0, True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from saf.engine.classifying import as_answers
 from saf.engine.resolving import MAX_HOPS, Matcher, Resolver
-from saf.routing.matching import KEY, MESSAGE, PYTHON, Route, Router, Routes
+from saf.routing.matching import KEY, MESSAGE, PYTHON, SQL, Route, Router, Routes
 from saf.routing.resolved import Resolved
 
 ROUTERS = ["a", "b", "c"]
@@ -117,3 +117,19 @@ def test_a_chunk_is_resolved_as_its_messages_would_be_one_by_one(
     assert {row["id"]: row["to_service"] for row in found} == one_by_one(some, said, once_per)
     dead = [number for letters, _ in resolution.dead for number in letters["id"].to_pylist()]
     assert sorted([*dead, *(row["id"] for row in found)]) == list(range(len(some)))
+
+
+def test_a_router_that_cannot_be_asked_says_its_own_problem() -> None:
+    """Also one in SQL, without the Spark that it needs."""
+    routers = [
+        Router(service="a", kind=SQL, expression="x", problem="its expression is refused"),
+        Router(service="b", kind=SQL, expression="x"),
+    ]
+    resolver = Resolver(routers, Matcher(Routes(routes=())), Memory())
+    waiting = resolver.resolve(as_table([Row("a", None, ""), Row("b", None, "")])).waiting
+    assert waiting is not None
+    assert waiting["to_service"].to_pylist() == ["a", "b"]
+    assert resolver.problems == {
+        "a": "its expression is refused",
+        "b": "router 'b' is in SQL, which needs Spark",
+    }
