@@ -52,6 +52,11 @@ def test_what_is_about_parked_messages_comes_first_by_the_ids_that_these_have() 
     assert numbers(one.results(chunk(1))) == [1]
 
 
+def test_the_first_message_that_was_ever_parked_has_its_answer() -> None:
+    one = InStep(given((-1, ANSWER), (1, ANSWER), END))
+    assert numbers(one.answers(chunk(1, parked=True))) == [1]
+
+
 def test_no_more_is_held_for_a_consumer_than_up_to_the_messages_in_hand() -> None:
     read: list[int] = []
 

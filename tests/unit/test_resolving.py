@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.engine.classifying import as_answers
-from saf.engine.resolving import MAX_HOPS, Matcher, Resolver
+from saf.engine.resolving import MAX_HOPS, Mask, Matcher, Resolver
 from saf.routing.matching import KEY, MESSAGE, PYTHON, SQL, Route, Router, Routes
 from saf.routing.resolved import Resolved
 
@@ -133,3 +134,18 @@ def test_a_router_that_cannot_be_asked_says_its_own_problem() -> None:
         "a": "its expression is refused",
         "b": "router 'b' is in SQL, which needs Spark",
     }
+
+
+def test_a_router_in_sql_gets_its_answers_from_spark() -> None:
+    class Spark:
+        def about(self, rows: pa.Table) -> Mask:
+            return np.ones(rows.num_rows, np.bool_)
+
+        def to(self, router: Router, rows: pa.Table) -> pa.Table:
+            return as_answers([Resolved(service=body) for body in rows["body"].to_pylist()])
+
+    routes = Routes(routes=(Route(service="x", destination="mom"),))
+    routers = [Router(service="a", kind=SQL, expression="body")]
+    resolver = Resolver(routers, Matcher(routes), Memory(), Spark())
+    resolution = resolver.resolve(as_table([Row("a", None, "x"), Row("y", None, "")]))
+    assert resolution.rows["to_service"].to_pylist() == ["x", "y"]
