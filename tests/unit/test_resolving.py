@@ -142,6 +142,7 @@ def test_a_router_in_sql_gets_its_answers_from_spark() -> None:
             return np.ones(rows.num_rows, np.bool_)
 
         def to(self, router: Router, rows: pa.Table) -> pa.Table:
+            assert router.service == "a"
             return as_answers([Resolved(service=body) for body in rows["body"].to_pylist()])
 
     routes = Routes(routes=(Route(service="x", destination="mom"),))
