@@ -11,7 +11,6 @@ import pytest
 from saf import Outbox, Unavailable
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql.inbox import PostgresInbox
-from saf.failpoints import arm
 from saf.operating import decide
 from saf.setaside.selection import DeadLetters
 from tests.destinations import NOWHERE, AnswerLost, count, know, route, run, send_to
@@ -190,25 +189,3 @@ def test_what_a_batch_in_hand_has_does_not_expire_while_time_passes(app: Dsn) ->
         ((lasts,),) = fetch(connection, query)
         let_time_pass(app)
         assert fetch(connection, query)[0][0] > lasts
-
-
-def test_a_decision_about_what_has_just_expired_in_its_lane_is_not_undone(
-    app: Dsn, mom: Dsn, other: Dsn
-) -> None:
-    def discard() -> None:
-        with connect(app) as source:
-            assert len(decide.discard(source, DeadLetters(), "")) == 1
-        decided.append("while its neighbour is stored")
-
-    decided: list[str] = []
-    with connect(app) as source:
-        route(source, "s", "other")
-        for text in ("1", "2"):
-            send_to(source, "s", text)
-        run(app, mom=mom, other=NOWHERE)
-        source.execute(EXPIRE, ["1"])
-        let_time_pass(app)
-        arm("mom_insert", discard)
-        run(app, mom=mom, other=other)
-        assert decided
-        assert (bodies(other), dead(source)) == (["2"], [])

@@ -64,6 +64,7 @@ def test_what_its_router_redirects_goes_after_what_waits_for_that_service(
         add_router(connection, "router", "python", "tests.classifiers:by_origin")
         send_to(connection, "shipping", "1", key="k")
         run(app, mom=mom)
+        connection.execute(NOT_SOON, [[]])
         know(mom, "shipping")
         send_to(connection, "router", redirected, key="k")
         run(app, mom=mom)
@@ -189,6 +190,7 @@ def test_what_is_retried_while_a_replay_waits_makes_nothing_else_wait(
         lost = fetch(connection, "SELECT shard, id FROM saf.outbox ORDER BY id LIMIT 1")
         replay(connection, lost, Routes(routes=(Route(destination="other"),)), "")
         run(app, mom=mom, other=NOWHERE)
+        connection.execute(NOT_SOON, [[]])
         assert len(decide.retry(connection, DeadLetters(), "")) == 1
         run(app, mom=mom, other=other)
         assert bodies(other) == ["expired"]

@@ -232,6 +232,7 @@ def test_of_what_is_retried_nothing_is_lost_behind_a_service_that_is_not_known(
 def test_lanes_that_are_released_together_fail_together_and_go_in_one_cycle(
     app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(releasing, "RELEASE_SECONDS", 60.0)
     asked: list[str] = []
 
     class Down(PostgresInbox):
@@ -269,13 +270,13 @@ def test_a_turn_of_what_has_found_a_route_ends_and_the_rest_keeps_its_place(
         cycle.run()
         route(connection, "s", "mom")
         let_time_pass(app)
-        with monkeypatch.context() as patch:
-            patch.setattr(releasing, "RELEASE_SECONDS", 0.0)
-            cycle.run()
+        monkeypatch.setattr(releasing, "RELEASE_SECONDS", 0.0)
+        cycle.run()
         assert fetch(connection, "SELECT DISTINCT kind, id FROM saf.parked ORDER BY id") == [
             ("route", number) for number in (3, 4, 5)
         ]
         assert bodies(mom) == ["0", "1"]
+        monkeypatch.setattr(releasing, "RELEASE_SECONDS", 60.0)
         cycle.run()
     assert bodies(mom) == [str(number) for number in range(5)]
 

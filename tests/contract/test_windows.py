@@ -231,6 +231,7 @@ def test_a_window_is_read_by_its_pages_alone(app: Dsn, mom: Dsn) -> None:
                     window = shared.windows[3]
                     assert surveying.adopt(another.cursor(), work.batch, shared)[3] == window
                     for session in (one, another):
+                        assert session.execute("SHOW enable_indexscan").fetchone() == ("off",)
                         query = f"EXPLAIN {window.rows(work.batch, ['id'])}"
                         plan = session.execute(query).fetchall()
                         scans = [line.split("->")[-1] for (line,) in plan if "Scan" in line]
