@@ -152,13 +152,14 @@ def test_a_router_in_sql_gets_its_answers_from_spark() -> None:
     assert resolution.rows["to_service"].to_pylist() == ["x", "y"]
 
 
-def test_a_message_without_a_key_is_asked_about_beside_one_whose_key_is_known(
+def test_a_message_without_a_key_is_asked_about_beside_those_whose_keys_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     routes = Routes(routes=tuple(Route(service=name, destination="mom") for name in SERVICES))
     routers = [Router(service="a", kind=PYTHON, expression="m:f", once_per=KEY)]
-    resolver = Resolver(routers, Matcher(routes), Memory({("a", "q"): Resolved(service="y")}))
+    memory = Memory({("a", key): Resolved(service=name) for key, name in ("px", "qy")})
+    resolver = Resolver(routers, Matcher(routes), memory)
     to_x = lambda _, rows: as_answers([Resolved(service="x")] * len(rows))  # noqa: E731
     monkeypatch.setattr(resolver, "_asked", to_x)
-    resolution = resolver.resolve(as_table([Row("a", "q", ""), Row("a", None, "")]))
-    assert resolution.rows["to_service"].to_pylist() == ["y", "x"]
+    resolution = resolver.resolve(as_table([Row("a", key, "") for key in ("p", "q", None)]))
+    assert resolution.rows["to_service"].to_pylist() == ["x", "y", "x"]
