@@ -243,6 +243,7 @@ def test_a_task_that_loses_its_session_leaves_alone_what_was_decided_meanwhile(
                 "SELECT pg_terminate_backend(l.pid) FROM pg_locks l"
                 " JOIN pg_stat_activity a USING (pid)"
                 " WHERE l.locktype = 'advisory' AND a.application_name LIKE '%mark%'"
+                " AND a.datname = current_database()"
             )
             chosen = ParkedMessages(through=_number(connection, 4))
             # the first one is on its way: it has arrived, whatever is said of it now
