@@ -241,21 +241,6 @@ def test_rejections_in_a_row_are_counted_over_runs_and_a_stored_message_ends_the
     assert len(dead(app)) == 5 + 9 + 10
 
 
-def test_a_message_that_is_stored_ends_the_row_in_the_same_run_and_for_the_next_cycles(
-    app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(INBOX, Rejecting)
-    with Cycle(app, forwarding_rules("exactly_once", 2, mom=mom)) as cycle:
-        send(app, "bad", "bad", "good")
-        assert problems(cycle.run()) == []
-        assert count(app, "rejecting") == 0
-        for _ in range(9):
-            send(app, "bad")
-            assert problems(cycle.run()) == []
-        send(app, "bad")
-        assert [kind for kind, _ in problems(cycle.run())] == ["Braked"]
-
-
 def test_a_stop_is_heard_between_the_halves_of_what_is_rejected(
     app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
