@@ -243,14 +243,41 @@ def test_a_task_that_loses_its_session_leaves_alone_what_was_decided_meanwhile(
                 "SELECT pg_terminate_backend(l.pid) FROM pg_locks l"
                 " JOIN pg_stat_activity a USING (pid)"
                 " WHERE l.locktype = 'advisory' AND a.application_name LIKE '%mark%'"
+                " AND a.datname = current_database()"
             )
             chosen = ParkedMessages(through=_number(connection, 4))
             # the first one is on its way: it has arrived, whatever is said of it now
             assert len(decide.discard(connection, chosen, "")) == 5
+        arm("mom_insert", refuse)
 
+    def refuse() -> None:
+        with connect(app) as connection:
+            connection.execute("SET lock_timeout = '50ms'")
+            with pytest.raises(Unavailable, match="in a moment"):
+                decide.discard(connection, ANY, "")
+        refused.append("the last one, which the next session has in hand")
+
+    refused: list[str] = []
     arm("mom_insert", lose)
     forward(app, chunk_rows=1, attempts=5, mom=mom, other=other)
     assert bodies(mom) == ["b0", "b5"]
+    assert refused
+
+
+@pytest.mark.usefixtures("parked")
+def test_what_was_tried_and_waits_again_is_decided_about_while_its_task_goes_on(
+    app: Dsn, other: Dsn
+) -> None:
+    def discard() -> None:
+        with connect(app) as connection:
+            connection.execute("SET lock_timeout = '1s'")
+            assert len(decide.discard(connection, ANY, "")) == 6
+
+    with connect(app) as connection:
+        send_to(connection, "shipping", "s2")
+    arm("mom_insert", discard)
+    forward(app, mom=NOWHERE, other=other)
+    assert (bodies(other), count(app, "parked")) == (["s", "s2"], 0)
 
 
 def test_what_the_open_batch_has_set_aside_beyond_its_position_stays(app: Dsn, mom: Dsn) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from uuid import UUID
 
 import pytest
@@ -11,7 +12,7 @@ from saf.database import Dsn, fetch
 from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.engine.work import Receipt
-from saf.errors import Rejected
+from saf.errors import Rejected, Unavailable
 from saf.setaside.waiting import parked, retry_now
 from tests.destinations import count, route, send_to
 from tests.hostile import dead
@@ -128,6 +129,27 @@ def test_the_only_destination_whose_client_raises_keeps_the_batch_open(
     let_time_pass(app)
     forward(app, other=other)
     assert bodies(other) == [f"s{number}" for number in range(20)]
+
+
+def test_the_only_destination_that_has_stored_what_follows_a_refused_message_lets_that_one_wait(
+    app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Partly(PostgresInbox):
+        """Stores all but the first message, and then goes down."""
+
+        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
+            rows = chunk.rows.slice(1)
+            super().store(replace(chunk, rows=rows), exactly_once=exactly_once)
+            return Refusal(error=Unavailable("destination 'mom'", "it went down"), stored=rows)
+
+    send(app, "s0", "s1", "s2")
+    with monkeypatch.context() as patch:
+        patch.setattr(INBOX, Partly)
+        forward(app, "at_least_once", mom=mom)
+    assert (bodies(mom), count(app, "parked")) == (["s1", "s2"], 1)
+    let_time_pass(app)
+    forward(app, "at_least_once", mom=mom)
+    assert bodies(mom) == ["s1", "s2", "s0"]
 
 
 def test_a_client_that_raised_is_opened_anew_for_the_next_attempt(

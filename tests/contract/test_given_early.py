@@ -28,6 +28,12 @@ def test_a_run_counts_what_went_before_its_time_to_a_destination_that_holds_none
     (tmp_path / "files").mkdir()
     receipts = forward(app, lake=Jsonl(folder=tmp_path / "files"))
     assert sum(one.early for one in receipts) == 2
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.outbox (to_service, body, deliver_at) VALUES ('billing', '', now())"
+        )
+    receipts = forward(app, lake=Jsonl(folder=tmp_path / "files"))
+    assert [(one.messages, one.early) for one in receipts if one.messages] == [(1, 0)]
 
 
 def test_an_inbox_holds_its_messages(app: Dsn, mom: Dsn) -> None:

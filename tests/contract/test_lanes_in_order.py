@@ -17,7 +17,7 @@ from saf.operating.repair.replay import replay
 from saf.routing.matching import Route, Routes
 from saf.routing.routers import add_router
 from saf.setaside.selection import DeadLetters
-from tests.destinations import NOWHERE, AnswerLost, count, route, run, send_to
+from tests.destinations import NOWHERE, AnswerLost, count, know, route, run, send_to
 from tests.dying import Crash, crash
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import without_default
@@ -53,6 +53,25 @@ def test_what_waits_for_a_route_goes_after_what_waited_for_its_service_before(
         run(app, mom=mom, other=other)
     assert bodies(other) == ["1", "2", "3"]
     assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def test_what_its_router_redirects_goes_after_what_waits_for_that_service(
+    app: Dsn, mom: Dsn
+) -> None:
+    redirected = '{"origin": "shipping"}'
+    know(mom, "billing")
+    with connect(app) as connection:
+        add_router(connection, "router", "python", "tests.classifiers:by_origin")
+        send_to(connection, "shipping", "1", key="k")
+        run(app, mom=mom)
+        connection.execute(NOT_SOON, [[]])
+        know(mom, "shipping")
+        send_to(connection, "router", redirected, key="k")
+        run(app, mom=mom)
+    assert (bodies(mom), count(app, "parked")) == ([], 2)
+    let_time_pass(app)
+    run(app, mom=mom)
+    assert bodies(mom) == ["1", redirected]
 
 
 def test_what_waits_for_a_route_goes_after_what_waited_for_its_destination_before(
@@ -177,6 +196,25 @@ def test_what_is_parked_goes_after_a_replay_that_has_failed(
         run(app, mom=mom, other=other)
     assert bodies(other) == ["1", "2"]
     assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def test_what_is_retried_while_a_replay_waits_makes_nothing_else_wait(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    with connect(app) as connection, connect(other) as store:
+        route(connection, "shipping", "other")
+        send_to(connection, "shipping", "1")
+        send_to(connection, "shipping", "expired", expires_at=datetime.now(UTC))
+        run(app, mom=mom, other=other)
+        store.execute("DELETE FROM saf.inbox")
+        lost = fetch(connection, "SELECT shard, id FROM saf.outbox ORDER BY id LIMIT 1")
+        replay(connection, lost, Routes(routes=(Route(destination="other"),)), "")
+        run(app, mom=mom, other=NOWHERE)
+        connection.execute(NOT_SOON, [[]])
+        assert len(decide.retry(connection, DeadLetters(), "")) == 1
+        run(app, mom=mom, other=other)
+        assert bodies(other) == ["expired"]
+        assert fetch(connection, "SELECT kind FROM saf.backoff") == [("replay",)]
 
 
 @pytest.mark.slow

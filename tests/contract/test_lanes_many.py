@@ -11,13 +11,16 @@ import psycopg
 import pytest
 
 from saf.database import Dsn, fetch
+from saf.destinations import Chunk, Refusal, Stored
+from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.engine import releasing
+from saf.errors import Unavailable
 from saf.operating import decide
 from saf.setaside import backoff
 from saf.setaside.backoff import rank
 from saf.setaside.lane import Kind, Lane
 from saf.setaside.selection import DeadLetters
-from tests.destinations import NOWHERE, count, route, send_to
+from tests.destinations import NOWHERE, count, know, route, send_to
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, let_time_pass
 from tests.routing import without_default
 
@@ -224,6 +227,58 @@ def test_of_what_is_retried_nothing_is_lost_behind_a_service_that_is_not_known(
             cycle.run()
     assert bodies(mom)[3:] == [f"billing {number}" for number in range(4)]
     assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def test_lanes_that_are_released_together_fail_together_and_go_in_one_cycle(
+    app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(releasing, "RELEASE_SECONDS", 60.0)
+    asked: list[str] = []
+
+    class Down(PostgresInbox):
+        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
+            if chunk.rows.num_rows:
+                asked.append(self.name)
+                raise Unavailable("destination 'mom'", "it is down")
+            return super().store(chunk, exactly_once=exactly_once)
+
+    def attempts() -> list[tuple[int]]:
+        let_time_pass(app)
+        with Cycle(app, forwarding_rules("exactly_once", 1, mom=mom)) as cycle:
+            cycle.run()
+        return fetch(connection, "SELECT DISTINCT attempts FROM saf.backoff")
+
+    know(mom, "victim")
+    with connect(app) as connection:
+        for service in "ab":
+            send_to(connection, service, service)
+        assert attempts() == [(1,)]
+        with monkeypatch.context() as patch:
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", Down)
+            assert (attempts(), asked) == ([(2,)], ["mom"])
+        know(mom, "a", "b")
+        assert attempts() == []
+    assert bodies(mom) == ["a", "b"]
+
+
+def test_a_turn_of_what_has_found_a_route_ends_and_the_rest_keeps_its_place(
+    app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(app) as connection, without_default(app, 2, mom=mom) as cycle:
+        for number in range(5):
+            send_to(connection, "s", str(number))
+        cycle.run()
+        route(connection, "s", "mom")
+        let_time_pass(app)
+        monkeypatch.setattr(releasing, "RELEASE_SECONDS", 0.0)
+        cycle.run()
+        assert fetch(connection, "SELECT DISTINCT kind, id FROM saf.parked ORDER BY id") == [
+            ("route", number) for number in (3, 4, 5)
+        ]
+        assert bodies(mom) == ["0", "1"]
+        monkeypatch.setattr(releasing, "RELEASE_SECONDS", 60.0)
+        cycle.run()
+    assert bodies(mom) == [str(number) for number in range(5)]
 
 
 def test_lanes_of_a_destination_are_released_by_what_they_wait_for() -> None:

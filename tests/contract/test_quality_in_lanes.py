@@ -102,3 +102,22 @@ def test_what_is_redirected_has_the_quality_of_a_route_that_leads_there_or_the_d
         decide.redirect("mom")(connection, DeadLetters(), "")
     try_three_times(routed, mom, other)
     assert bodies(mom) == ["one"] * 3
+
+
+def test_at_most_once_waits_with_its_neighbours_while_their_destination_is_down(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        for number in range(4):
+            send_to(connection, "shipping", str(number))
+        forward(app, mom=mom, other=NOWHERE)
+        connection.execute("UPDATE saf.parked SET quality = 'at_most_once' WHERE id % 2 = 0")
+    let_time_pass(app)
+    forward(app, mom=mom, other=NOWHERE)
+    assert (count(app, "parked"), count(app, "dead_letter")) == (4, 0)
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT attempts FROM saf.backoff") == [(2,)]
+    let_time_pass(app)
+    forward(app, mom=mom, other=other)
+    assert sorted(bodies(other)) == ["0", "1", "2", "3"]

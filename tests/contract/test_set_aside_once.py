@@ -504,3 +504,22 @@ def test_a_task_that_lags_behind_its_twin_sets_nothing_aside_again(
     assert errors(receipts) == set()
     assert bodies(mom) == ["0", "1", "2"]
     assert count(app, "dead_letter") == 0
+
+
+def test_what_a_lost_session_had_not_set_aside_is_set_aside_by_the_next_one(
+    app: Dsn, mom: Dsn
+) -> None:
+    def lose() -> None:
+        with connect(app) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND application_name LIKE '%mark%'"
+            )
+
+    with connect(app) as connection:
+        send_to(connection, "nobody", "without a route")
+    arm("mark_forwarded", lose)
+    with Cycle(app, replace(forwarding_rules(mom=mom), attempts=5)) as cycle:
+        cycle.default = None
+        assert [one.error for one in cycle.run() if one.error] == []
+    assert count(app, "parked") == 1

@@ -12,13 +12,15 @@ import psycopg
 import pytest
 
 from saf.database import Dsn
+from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.identities import WAIT_SECONDS, Identities
+from saf.destinations.postgresql.inbox import PostgresInbox
 from saf.failpoints import arm
 from saf.routing.explain import explain
 from saf.routing.routes import add_route, add_topic
 from saf.setaside.lane import Lane
 from saf.setaside.waiting import parked
-from tests.destinations import NOWHERE, count
+from tests.destinations import NOWHERE, count, know
 from tests.dying import Crash, crash
 from tests.pipeline import bodies, let_time_pass, stores
 from tests.routing import broker_id, run, send, without_default
@@ -269,3 +271,25 @@ def test_explain_says_who_a_destination_is_and_why_it_does_not_count(
     assert why == [f"destination 'mom' is another broker, {known['mom']}", "it is that broker"]
     assert said(broker_id(mom)) == (("mom",), ["the most specific match"])
     assert said(UUID(int=1))[0] == ()
+
+
+def test_at_most_once_goes_to_a_service_that_has_become_known_since_others_wait_for_it(
+    app: Dsn, source: psycopg.Connection[Any], mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Learning(PostgresInbox):
+        """Gets to know a service after it has refused it."""
+
+        def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
+            answer = super().store(chunk, exactly_once=exactly_once)
+            if isinstance(answer, Refusal):
+                know(mom, "s")
+            return answer
+
+    know(mom, "another")
+    add_route(source, "mom", service="s")
+    add_route(source, "mom", service="s", broker=broker_id(mom), quality="at_most_once")
+    send(source, "waits", key="k")
+    send(source, "once", key="k", to_broker=broker_id(mom))
+    monkeypatch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", Learning)
+    run(app, mom=mom)
+    assert (bodies(mom), count(app, "parked"), count(app, "dead_letter")) == (["once"], 1, 0)

@@ -16,7 +16,7 @@ import pytest
 from saf.broker import services
 from saf.database import Dsn, fetch
 from saf.destinations.marks import MAIN, Mark
-from saf.engine import acknowledged
+from saf.engine import acknowledged, kept_results
 from saf.errors import SafError
 from saf.log.cursor import Batch
 from saf.log.shards import Member, living
@@ -613,3 +613,31 @@ def test_a_member_keeps_the_shards_that_it_has_work_in_and_lets_go_no_more_than_
         second.leave(beside)
         free = "SELECT count(*) FROM saf.cursor WHERE owner IS NULL"
         assert fetch(source, free) == [(32,)]
+
+
+def test_a_place_without_a_mark_does_not_get_that_of_another_place(source: Connection) -> None:
+    here, retry, mark = (MAIN, 7), ("retry", 7), Mark(batch=1, position=1)
+    acknowledged.acknowledge(source, AT_ONE, {here: mark}, {})
+    for destination, place in ((AT_TWO, here), (AT_ONE, (MAIN, 8)), (AT_ONE, retry)):
+        assert acknowledged.acknowledged(source, destination, [place]) == {}
+    acknowledged.adopt(source, AT_ONE, {}, [retry])
+    assert acknowledged.acknowledged(source, AT_ONE, [here]).keys() == {here}
+
+
+def test_kept_results_of_its_own_message_are_collected_when_it_is_gone(
+    source: Connection, mine: int, others: int
+) -> None:
+    park(source, mine, 1)
+    bury(source, mine, "mom", 2)
+    for subscription_id in (mine, others):
+        source.execute(
+            "INSERT INTO saf.kept_result (subscription_id, shard, id, number, batch) "
+            "SELECT %s, 7, id, 0, 1 FROM generate_series(1, 3) AS id",
+            [subscription_id],
+        )
+    source.execute("UPDATE saf.cursor SET open = '1:1:', opened_at = now()")
+    assert kept_results.collect(source) == 0
+    source.execute("UPDATE saf.cursor SET open = NULL WHERE subscription_id = %s", [mine])
+    assert kept_results.collect(source) == 1
+    left = "SELECT subscription_id, id FROM saf.kept_result ORDER BY subscription_id, id"
+    assert fetch(source, left) == [(mine, 1), (mine, 2), *((others, id_) for id_ in (1, 2, 3))]

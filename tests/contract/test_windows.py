@@ -224,13 +224,19 @@ def test_a_window_is_read_by_its_pages_alone(app: Dsn, mom: Dsn) -> None:
             for _ in range(2):
                 connection.execute(FILL, [1000])
                 (work,) = cycle.open()
-                with app.connect(role="test") as one:
-                    one.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-                    window = surveying.survey(one.cursor(), work.batch)[3]
-                    plan = one.execute(f"EXPLAIN {window.rows(work.batch, ['id'])}").fetchall()
-                scans = [line.split("->")[-1] for (line,) in plan if "Scan" in line]
-                assert len(scans) == 1
-                assert scans[0].strip().startswith("Tid Range Scan on outbox_0")
+                with app.connect(role="test") as one, app.connect(role="test") as another:
+                    for session in (one, another):
+                        session.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+                    (shared,) = surveying.export(one.cursor(), [work.batch])
+                    window = shared.windows[3]
+                    assert surveying.adopt(another.cursor(), work.batch, shared)[3] == window
+                    for session in (one, another):
+                        assert session.execute("SHOW enable_indexscan").fetchone() == ("off",)
+                        query = f"EXPLAIN {window.rows(work.batch, ['id'])}"
+                        plan = session.execute(query).fetchall()
+                        scans = [line.split("->")[-1] for (line,) in plan if "Scan" in line]
+                        assert len(scans) == 1
+                        assert scans[0].strip().startswith("Tid Range Scan on outbox_0")
                 cycle.run()
 
 

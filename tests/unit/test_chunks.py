@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from saf.engine import source
 from saf.engine.source import NotInWindows, bounded, chunks
+from saf.engine.survey import _cut
 
 SINGLE = [pa.RecordBatch.from_pydict({"id": pa.array([n], pa.int64())}) for n in range(10)]
 """Batches of one row and 8 bytes."""
@@ -43,3 +44,11 @@ def test_the_batches_of_one_window_count_together_towards_what_is_held_back(
     monkeypatch.setattr(source, "HELD_BYTES", 79)
     with pytest.raises(NotInWindows):
         bounded(SINGLE)
+
+
+def test_a_slot_is_cut_into_windows_of_some_mebibytes() -> None:
+    pages = 10_000
+    windows = list(_cut(3, pages, pages * 8192))
+    assert len(windows) == 10
+    assert [window.first for window in windows[1:]] == [window.end for window in windows[:-1]]
+    assert (windows[0].first, windows[-1].end >= pages) == (0, True)

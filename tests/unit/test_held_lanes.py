@@ -82,3 +82,12 @@ def test_a_chunk_with_dead_letters_is_not_done_up_to_its_first_message_that_wait
     one.parked.append(of_ids(5))
     one.dead.append((of_ids(3).rows, "mom", "rejected", str(uuid4())))
     assert one.waits_from() is None
+
+
+def test_a_chunk_of_which_messages_are_left_out_is_not_done_up_to_its_first_that_waits() -> None:
+    """They are counted with the whole chunk, not with a part of it."""
+    one = aside()
+    one.parked.append(of_ids(5))
+    rows = {"id": pa.array([3]), "shard": pa.array([0]), "message_id": pa.array([bytes(16)])}
+    assert one.leave_out(pa.table(rows), "mom") == 1
+    assert one.waits_from() is None

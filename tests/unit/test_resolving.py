@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.engine.classifying import as_answers
-from saf.engine.resolving import MAX_HOPS, Matcher, Resolver
-from saf.routing.matching import KEY, MESSAGE, PYTHON, Route, Router, Routes
+from saf.engine.resolving import MAX_HOPS, Mask, Matcher, Resolver
+from saf.routing.matching import KEY, MESSAGE, PYTHON, SQL, Route, Router, Routes
 from saf.routing.resolved import Resolved
 
 ROUTERS = ["a", "b", "c"]
@@ -117,3 +118,48 @@ def test_a_chunk_is_resolved_as_its_messages_would_be_one_by_one(
     assert {row["id"]: row["to_service"] for row in found} == one_by_one(some, said, once_per)
     dead = [number for letters, _ in resolution.dead for number in letters["id"].to_pylist()]
     assert sorted([*dead, *(row["id"] for row in found)]) == list(range(len(some)))
+
+
+def test_a_router_that_cannot_be_asked_says_its_own_problem() -> None:
+    """Also one in SQL, without the Spark that it needs."""
+    routers = [
+        Router(service="a", kind=SQL, expression="x", problem="its expression is refused"),
+        Router(service="b", kind=SQL, expression="x"),
+    ]
+    resolver = Resolver(routers, Matcher(Routes(routes=())), Memory())
+    waiting = resolver.resolve(as_table([Row("a", None, ""), Row("b", None, "")])).waiting
+    assert waiting is not None
+    assert waiting["to_service"].to_pylist() == ["a", "b"]
+    assert resolver.problems == {
+        "a": "its expression is refused",
+        "b": "router 'b' is in SQL, which needs Spark",
+    }
+
+
+def test_a_router_in_sql_gets_its_answers_from_spark() -> None:
+    class Spark:
+        def about(self, rows: pa.Table) -> Mask:
+            return np.ones(rows.num_rows, np.bool_)
+
+        def to(self, router: Router, rows: pa.Table) -> pa.Table:
+            assert router.service == "a"
+            return as_answers([Resolved(service=body) for body in rows["body"].to_pylist()])
+
+    routes = Routes(routes=(Route(service="x", destination="mom"),))
+    routers = [Router(service="a", kind=SQL, expression="body")]
+    resolver = Resolver(routers, Matcher(routes), Memory(), Spark())
+    resolution = resolver.resolve(as_table([Row("a", None, "x"), Row("y", None, "")]))
+    assert resolution.rows["to_service"].to_pylist() == ["x", "y"]
+
+
+def test_a_message_without_a_key_is_asked_about_beside_those_whose_keys_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    routes = Routes(routes=tuple(Route(service=name, destination="mom") for name in SERVICES))
+    routers = [Router(service="a", kind=PYTHON, expression="m:f", once_per=KEY)]
+    memory = Memory({("a", key): Resolved(service=name) for key, name in ("px", "qy")})
+    resolver = Resolver(routers, Matcher(routes), memory)
+    to_x = lambda _, rows: as_answers([Resolved(service="x")] * len(rows))  # noqa: E731
+    monkeypatch.setattr(resolver, "_asked", to_x)
+    resolution = resolver.resolve(as_table([Row("a", key, "") for key in ("p", "q", None)]))
+    assert resolution.rows["to_service"].to_pylist() == ["x", "y", "x"]

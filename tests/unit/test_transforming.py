@@ -88,6 +88,12 @@ def test_messages_of_other_services_are_as_they_were_sent() -> None:
     assert sent(one, mixed) == [(1, b"as it was sent"), (2, b"2"), (3, b"as it was sent")]
 
 
+def test_a_chunk_of_which_no_message_is_left_needs_no_results() -> None:
+    one = transforming(results({"id": 2, "body": b"2"}, END))
+    assert sent(one, rows(1).slice(0, 0)) == []
+    assert sent(one, rows(2)) == [(2, b"2")]
+
+
 def test_results_that_are_not_in_their_order_leave_nothing_out() -> None:
     made: list[Any] = [{"id": n, "body": b"1"} for n in (1, 3, 2)]
     for given in ([*made, END], [made[0], END, made[1]]):
