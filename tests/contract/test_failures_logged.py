@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 import saf
 from saf.database import Dsn
+from saf.receiving.failures import exception
 from tests.pipeline import connect
 from tests.programs import BIN, run
 from tests.receivers import SUBSCRIPTION, dead, let_keys_be_due, put
@@ -180,6 +181,14 @@ worker = saf.Worker(os.environ["INBOX"], "billing")
 def handle(message, connection):
     {}["nothing"]
 """
+
+
+def test_the_parameters_of_a_statement_are_hidden_in_a_cause_that_was_given_by_hand() -> None:
+    error = ValueError("no")
+    error.__cause__ = sa.exc.StatementError("no", "SELECT :x", {"x": SECRET}, Exception())
+    fields = exception(error)
+    assert "SELECT :x" in fields["stack"]
+    assert SECRET not in fields["stack"]
 
 
 def test_in_a_file_a_failure_is_one_line_of_json(inbox: Dsn, tmp_path: Path) -> None:
