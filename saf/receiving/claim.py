@@ -307,6 +307,9 @@ def _deep(locked: Sequence[tuple[Any, ...]], limit: int) -> set[int]:
     """Return the shards that may have more than ``limit`` messages, by the counts of `CLAIM`.
 
     If `CLAIM` counted ``limit`` messages in all, it stopped counting in the shard locked last.
+
+    >>> _deep([(3, False, 40, 0.2), (5, False, 60, 0.7)], 100)
+    {5}
     """
     deep = {shard for shard, _, messages, _ in locked if messages >= limit}
     if sum(messages for _, _, messages, _ in locked) >= limit:

@@ -95,8 +95,7 @@ class Shard(Cursor):
         """Open a batch: up to the next cut, or up to the snapshot if no cut is left."""
         self.batch += 1
         if self.cuts:
-            self.until = self.until or snapshot
-            self.open = cut(self.until, int(self.cuts.pop(0)))
+            self.until, self.open = snapshot, cut(snapshot, int(self.cuts.pop(0)))
         else:
             self.until, self.open = None, snapshot
 
@@ -150,7 +149,7 @@ class Hand:
         return [
             shard
             for number, shard in self.shards.items()
-            if shard.closed is not None or self.written.get(number) != shard.position
+            if self.written.get(number) != shard.position
         ]
 
     @property
@@ -193,8 +192,8 @@ def cut(snapshot: str, txid: int) -> str:
 def without(snapshot: str, txid: int) -> str:
     """Return a snapshot in which one transaction counts as still in progress.
 
-    >>> without("10:20:10,15", 12), without("20:20:", 19), without("20:20:", 25)
-    ('10:20:10,12,15', '19:20:19', '20:20:')
+    >>> without("10:20:10,15", 16), without("20:20:", 19), without("20:20:", 25)
+    ('10:20:10,15,16', '19:20:19', '20:20:')
     """
     first, end, running = snapshot.split(":")
     if txid >= int(end):

@@ -29,7 +29,9 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.errors import StopTimeout, UsageError
 from saf.receiving import link
+from saf.receiving.asynchronous import EventLoop
 from saf.receiving.inbox import inbox_status
+from saf.receiving.worker import Detached
 from saf.signing.signer import Key
 from tests import dialogs
 from tests.pipeline import connect
@@ -716,6 +718,43 @@ def test_a_worker_runs_in_the_applications_own_event_loop(inbox: Dsn) -> None:
     asyncio.run(main())
     assert effects(inbox)[-1] == "drained"
     assert unread(inbox) == 0
+
+
+def test_threads_for_calls_that_may_hang_end_with_their_event_loop() -> None:
+    threads = Detached()
+    thread = threads.submit(threading.current_thread).result()
+    threads.shutdown()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_call_that_is_under_way_as_the_handlers_are_cancelled_calls_none() -> None:
+    called: list[bool] = []
+
+    async def handler() -> None:
+        called.append(True)
+
+    async def main() -> None:
+        running = asyncio.get_running_loop()
+        loop = EventLoop(running)
+        under_way = threading.Event()
+        soon = running.call_soon_threadsafe
+
+        def noted(*given: Any, **options: Any) -> asyncio.Handle:
+            handle = soon(*given, **options)
+            under_way.set()
+            return handle
+
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as thread:
+            patch.setattr(running, "call_soon_threadsafe", noted)
+            call = thread.submit(loop.call, [handler])
+            assert under_way.wait(60)  # the event loop does nothing meanwhile
+            loop.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wrap_future(call)
+
+    asyncio.run(main())
+    assert called == []
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])

@@ -183,6 +183,14 @@ def handle(message, connection):
 """
 
 
+def test_the_parameters_of_a_statement_are_hidden_in_a_cause_that_was_given_by_hand() -> None:
+    error = ValueError("no")
+    error.__cause__ = sa.exc.StatementError("no", "SELECT :x", {"x": SECRET}, Exception())
+    fields = exception(error)
+    assert "SELECT :x" in fields["stack"]
+    assert SECRET not in fields["stack"]
+
+
 def test_in_a_file_a_failure_is_one_line_of_json(inbox: Dsn, tmp_path: Path) -> None:
     put(inbox, SECRET, key="k")
     (tmp_path / "consumers.py").write_text(MODULE)

@@ -16,11 +16,12 @@ import psycopg
 import pytest
 
 import saf
+from saf.broker.services import create_subscription
 from saf.database import Dsn
 from saf.errors import Unavailable, UsageError
 from saf.operating import decide
 from saf.operating.maintenance import purge_broker
-from saf.receiving import prefetch
+from saf.receiving import claim, prefetch
 from saf.receiving.link import connected
 from saf.receiving.receive import Receiver
 from saf.setaside.selection import DeadLetters
@@ -39,6 +40,7 @@ from tests.receivers import (
     store,
     waiting,
 )
+from tests.waits import until
 
 
 @contextmanager
@@ -216,6 +218,25 @@ def test_who_died_with_what_another_has_read_ahead_is_noticed_and_counted(filled
         take(receiver, 10)
         assert prefetched(receiver) > 0
         assert run(killed_at_once, filled) == -signal.SIGKILL
+        receiver._look_at = time.monotonic() + 60
+        with receiver.delivery(wait_seconds=5) as delivery:
+            assert [(message.text(), message.attempt) for message in delivery] == [("11", 2)]
+
+
+def test_who_died_is_noticed_and_counted_though_another_has_noticed_it_before(filled: Dsn) -> None:
+    def notices() -> bool:
+        """Claim the shard, with care from now on, and hand nothing out."""
+        with receiving(filled) as other, other._transaction():
+            hand = other._claim()
+            if hand is not None:
+                claim.move(other.link.raw, hand)
+            return hand is not None and bool(hand.failed)
+
+    with receiving(filled, first_wait_seconds=0.0) as receiver:
+        take(receiver, 10)
+        assert prefetched(receiver) > 0
+        assert run(killed_at_once, filled) == -signal.SIGKILL
+        until(notices)
         receiver._look_at = time.monotonic() + 60
         with receiver.delivery(wait_seconds=5) as delivery:
             assert [(message.text(), message.attempt) for message in delivery] == [("11", 2)]
@@ -411,6 +432,62 @@ def test_large_bodies_are_read_ahead_by_their_size(inbox: Dsn) -> None:
                 sizes += [message.size for message in delivery]
             assert prefetched(receiver) <= prefetch.MOST_BYTES // (3 << 20) + 1
     assert sizes == [3 << 20] * 12
+
+
+def test_a_shard_is_read_on_where_the_bodies_read_have_exactly_the_size_to_be_read(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "MOST_BYTES", 30)
+    bodies = [f"{number:010}" for number in range(12)]
+    put(inbox, *bodies, key="k")
+    with receiving(inbox) as receiver:
+        assert rest(receiver) == bodies
+
+
+def test_no_more_messages_are_read_ahead_than_may_be(
+    filled: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefetch, "FEWEST", 8)
+    monkeypatch.setattr(prefetch, "MOST", 16)
+    held = []
+    with receiving(filled) as receiver:
+        while take(receiver, 1):
+            held.append(prefetched(receiver))
+    assert 8 < max(held) <= 16
+
+
+def test_a_key_that_waits_elsewhere_keeps_no_shard_from_being_read_ahead(inbox: Dsn) -> None:
+    """Elsewhere: in another shard, or in the same shard of another subscription."""
+    policy = saf.Policy(first_wait_seconds=600.0)
+    with connect(inbox) as connection:
+        create_subscription(connection, "another", service=SUBSCRIPTION)
+    put(inbox, "waits", key="another shard's")
+    with saf.receive(inbox, SUBSCRIPTION, policy=policy) as delivery:
+        delivery.park(delivery[0], "not yet")
+    store(inbox, 1, 60)
+    with saf.receive(inbox, "another", policy=policy) as delivery:
+        delivery.park(next(message for message in delivery if message.key == "k1"), "not yet")
+    with receiving(inbox) as receiver:
+        assert take(receiver, 10) == numbers(10)
+        assert prefetched(receiver) > 0
+
+
+def test_a_delivery_of_many_keys_that_were_read_ahead_is_in_the_order_of_their_ids(
+    inbox: Dsn,
+) -> None:
+    store(inbox, 30, 3)
+    of_several = 0
+    with receiving(inbox, 10) as receiver:
+        while True:
+            ahead = prefetched(receiver)
+            with receiver.delivery() as delivery:
+                ids = [message.id for message in delivery]
+                shards = {message.shard for message in delivery}
+            if not ids:
+                break
+            assert ids == sorted(ids)
+            of_several += ahead > 0 and len(shards) > 1
+    assert of_several
 
 
 # On what the application has

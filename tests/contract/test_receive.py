@@ -25,7 +25,7 @@ from saf.errors import Unavailable, UnreadableBody, UsageError
 from saf.failpoints import arm
 from saf.log.shards import Member
 from saf.operating.maintenance import purge_broker
-from saf.receiving import claim, hand, reading
+from saf.receiving import claim, hand, reading, retries
 from saf.receiving.inbox import inbox_status, peek
 from saf.receiving.link import connected
 from saf.receiving.receive import Receiver
@@ -216,6 +216,26 @@ def test_a_late_committer_is_not_lost(inbox: Dsn) -> None:
     assert receive_all(inbox) == ["1"]
 
 
+def test_what_is_committed_while_its_batch_is_in_hand_comes_once_and_after_that_batch(
+    inbox: Dsn,
+) -> None:
+    key, late_key = keys_of_one_shard(2)
+    with inbox.connect(role="test") as late:
+        put(inbox, "1", "2", key=key)
+        for of_late, body in ((late_key, b"late"), ("another shard's", b"elsewhere")):
+            late.execute(
+                "INSERT INTO saf.inbox (to_service, key, body) VALUES ('billing', %s, %s)",
+                [of_late, body],
+            )
+        put(inbox, "3", key=key)
+        with saf.receive(inbox, SUBSCRIPTION, max_messages=1) as delivery:
+            assert [message.text() for message in delivery] == ["1"]
+        late.commit()
+    got = receive_all(inbox, max_messages=1)
+    assert [body for body in got if body != "elsewhere"] == ["2", "3", "late"]
+    assert got.count("elsewhere") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(sized(1, 3)))
 def test_a_deep_backlog_of_transactions_that_overlap_is_read_in_the_order_of_ids(
@@ -307,6 +327,28 @@ def test_the_inbox_says_what_is_left_of_a_batch_in_hand(inbox: Dsn) -> None:
         (status,) = inbox_status(connection)
         assert status.unread == 7
         assert [one.id for one in peek(connection, SUBSCRIPTION, 2)] == [4, 5]
+
+
+def test_the_inbox_says_what_is_left_of_batches_that_a_dispatcher_has_in_hand(inbox: Dsn) -> None:
+    put(inbox, "1", "2", "3", key="a")
+    put(inbox, "4", "5", "6", key="b")
+    with connect(inbox) as connection:
+        connection.execute(
+            "UPDATE saf.cursor c SET open = pg_current_snapshot(), batch = 1 "
+            "FROM saf.subscription s WHERE s.subscription_id = c.subscription_id "
+            "AND s.name = 'billing'"
+        )
+        connection.execute(
+            "INSERT INTO saf.dispatched (subscription_id, shard, batch, ids) "
+            "SELECT s.subscription_id, i.shard, 1, int8multirange(int8range(i.id, i.id, '[]')) "
+            "FROM saf.subscription s, saf.inbox i WHERE s.name = 'billing' AND i.body IN ('2', '5')"
+        )
+        (status,) = inbox_status(connection)
+        assert status.unread == 4
+        assert [one.id for one in peek(connection, SUBSCRIPTION)] == [1, 3, 4, 6]
+        connection.execute("UPDATE saf.dispatched SET batch = 0")  # of a batch before a set-back
+        (status,) = inbox_status(connection)
+        assert status.unread == 6
 
 
 def test_what_is_committed_late_is_left_though_a_batch_in_hand_is_past_its_id(inbox: Dsn) -> None:
@@ -488,6 +530,24 @@ def test_neither_what_is_set_aside_nor_what_is_behind_it_counts_as_handled(inbox
         assert delivery.handled == 1
 
 
+def test_a_message_that_is_set_aside_again_counts_once(inbox: Dsn) -> None:
+    put(inbox, "1", key="k")
+    counts = []
+    for _ in range(2):
+        with saf.receive(inbox, SUBSCRIPTION) as delivery:
+            delivery.park(delivery[0], "not yet")
+        counts.append(delivery.parked)
+        let_keys_be_due(inbox)
+    assert counts == [1, 0]
+
+
+def test_a_delivery_that_is_handled_counts_nothing_as_set_aside(inbox: Dsn) -> None:
+    put(inbox, "1", key="k")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        assert len(delivery) == 1
+    assert (delivery.handled, delivery.parked, delivery.buried) == (1, 0, 0)
+
+
 @pytest.mark.parametrize("order", [(0, 2), (2, 0)])
 def test_a_key_waits_for_the_first_of_its_messages_that_were_set_aside(
     inbox: Dsn, order: tuple[int, int]
@@ -588,6 +648,67 @@ def test_an_attempt_that_another_receiver_is_in_the_way_of_does_not_count(inbox:
                 assert not delivery
     assert dead(inbox) == []
     assert receive_all(inbox) == ["late"]
+
+
+@pytest.mark.usefixtures("disarmed")
+def test_of_two_receivers_that_count_an_attempt_the_first_hands_nothing_out(inbox: Dsn) -> None:
+    def another_counts() -> None:
+        with connect(inbox) as other:
+            other.execute("UPDATE saf.backoff SET attempts = attempts + 1")
+
+    put(inbox, "1", key="k")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        delivery.park(delivery[0], "not yet")
+    let_keys_be_due(inbox)
+    arm("attempt_counted", another_counts)
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        assert not delivery
+
+
+def test_an_error_of_a_lane_that_cannot_be_read_is_raised(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise psycopg.DataError("no such number")
+
+    put(inbox, "1", key="k")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        delivery.park(delivery[0], "not yet")
+    let_keys_be_due(inbox)
+    monkeypatch.setattr(reading, "read_lane", fails)
+    with (
+        pytest.raises(psycopg.DataError, match="no such number"),
+        saf.receive(inbox, SUBSCRIPTION),
+    ):
+        pass
+
+
+def test_of_very_many_lanes_that_are_due_one_of_the_oldest_is_tried(inbox: Dsn) -> None:
+    with connected(inbox) as link:
+        reader = Receiver(link, SUBSCRIPTION, saf.Policy(), 1).reader
+        lanes = {
+            str(age): retries.Waiting(
+                lane=str(age), shard=age % 64, attempts=1, error="no", wait=-60.0 * age
+            )
+            for age in range(1, 201)
+        }
+        retries.wait(link.raw, reader, lanes)
+        suspect = retries.choose(link.raw, reader)
+    assert suspect is not None
+    assert int(suspect.lane or 0) > 100
+
+
+def test_a_message_that_raises_among_others_is_found_and_set_aside(inbox: Dsn) -> None:
+    put(inbox, "1", "2", "3", "poison", "5", key="k")
+    policy = saf.Policy(max_attempts=3, first_wait_seconds=0.0)
+    for _ in range(20):
+        with suppress(ZeroDivisionError), saf.receive(inbox, SUBSCRIPTION, policy=policy) as some:
+            for message in some:
+                if message.text() == "poison":
+                    raise ZeroDivisionError
+                effect(some.connection, message)
+    assert effects(inbox) == ["1", "2", "3", "5"]
+    assert dead(inbox) == [("poison", "failed")]
 
 
 def test_what_rolls_back_once_comes_again_in_order_and_is_soon_handed_out_in_full(

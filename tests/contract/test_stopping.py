@@ -23,6 +23,7 @@ from saf.receiving.inbox import inbox_status
 from saf.receiving.link import connected
 from saf.receiving.loop import Loop
 from saf.receiving.receive import one_delivery
+from saf.receiving.stopping import Stopping
 from tests import dialogs
 from tests.pipeline import connect
 from tests.programs import ROOT, environment
@@ -417,8 +418,22 @@ def test_a_stop_is_heard_while_all_that_is_there_is_set_aside(inbox: Dsn, column
 
 
 def test_a_stop_timeout_below_zero_is_refused(inbox: Dsn) -> None:
+    assert saf.Worker(inbox, SUBSCRIPTION, stop_timeout=0).stop_timeout == 0
     with pytest.raises(UsageError, match="stop_timeout: -1 s is less than 0"):
         saf.Worker(inbox, SUBSCRIPTION, stop_timeout=-1)
+
+
+def test_who_waits_for_threads_to_end_takes_no_processor() -> None:
+    class Counted(threading.Thread):
+        times = 0
+
+        def is_alive(self) -> bool:
+            self.times += 1
+            return super().is_alive()
+
+    thread = Counted(target=time.sleep, args=[0.3])
+    Stopping(seconds=60).run([thread])
+    assert thread.times < 10
 
 
 TWICE = """

@@ -181,6 +181,14 @@ def test_what_is_permanent_is_a_tuple_of_exceptions(permanent: Any) -> None:
         saf.Policy(permanent=permanent)
 
 
+@pytest.mark.parametrize("name", ["max_attempts", "first_wait_seconds", "longest_wait_seconds"])
+def test_a_policy_with_a_number_out_of_range_is_refused(name: str) -> None:
+    least: Any = {"max_attempts": 1}.get(name, 0)
+    assert getattr(saf.Policy(**{name: least}), name) == least
+    with pytest.raises(ValueError, match="max_attempts is at least 1, and no wait is negative"):
+        saf.Policy(**{name: least - 1})
+
+
 def test_a_handler_that_has_no_name_is_refused_as_any_other(inbox: Dsn) -> None:
     worker = saf.Worker(inbox, SUBSCRIPTION)
     with pytest.raises(UsageError, match=r"the handler functools\.partial.* takes \(\*, key"):

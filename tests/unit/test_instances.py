@@ -10,7 +10,7 @@ from uuid import UUID
 
 from saf import Processor, Processors
 from saf.received import READ, Received
-from saf.receiving.processors import Instance, Instances
+from saf.receiving.processors import Instance, Instances, Processors
 
 
 class Counting(Processor):
@@ -63,6 +63,14 @@ def test_a_turn_is_of_instances_that_are_live_still_and_of_as_many_as_are_asked_
     assert replaced in instances
 
 
+def test_where_no_instance_is_left_none_has_a_turn() -> None:
+    instances = Instances()
+    used(instances, "a", "b")
+    instances.let_all_be_due()
+    instances.clear()
+    assert not instances.due
+
+
 def test_the_least_recently_used_go_first_and_no_more_than_there_are_too_many() -> None:
     instances = Instances()
     one, two, three = used(instances, "a", "b", "c")
@@ -74,6 +82,15 @@ def test_the_least_recently_used_go_first_and_no_more_than_there_are_too_many() 
     two.used_at -= 2000
     assert instances.superfluous(most=3, idle_seconds=1000, limit=9) == [two]
     assert one in instances
+
+
+def test_the_next_duty_is_that_of_the_output_or_of_an_instance_that_will_be_idle() -> None:
+    for output, idle, duty in ((40, 60, 40), (60, 40, 40)):
+        runner = Processors("", "billing", Counting, output_seconds=output, idle_seconds=idle)
+        runner._look_at = time.monotonic() + 50
+        assert 40 < runner._until_next_duty() <= 50
+        runner._live.use(message("a"), 1, Counting)
+        assert duty - 10 < runner._until_next_duty() <= duty
 
 
 def test_an_instance_that_was_used_at_a_moment_was_used_since_it() -> None:

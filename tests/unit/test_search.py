@@ -25,6 +25,12 @@ def test_where_nothing_is_to_be_taken_failed_messages_are_tried() -> None:
     assert search.step is Step.TRY
 
 
+def test_where_nothing_is_to_be_taken_and_nothing_has_failed_it_waits() -> None:
+    search = searching()
+    search.took(None, more=False, troubled=False)
+    assert search.step is Step.WAIT
+
+
 def test_a_search_that_had_nothing_to_try_waits_before_it_tries_again() -> None:
     search = searching(tries_first=True)
     search.tried(found=False)
