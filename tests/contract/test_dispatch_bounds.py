@@ -113,14 +113,14 @@ def a_window() -> Window:
 
 @pytest.mark.parametrize(
     ("keys", "each", "size", "hungry"),
-    [(3, 1, 1, True), (4, 1, 1, False), (1, 9, 1, True), (1, 10, 1, False), (1, 2, 6, False)],
+    [(3, 1, 1, True), (4, 1, 1, False), (1, 9, 1, True), (1, 10, 1, False), (1, 2, 10, False)],
     ids=["few keys", "many keys", "few messages", "many messages", "many bytes"],
 )
 def test_no_more_is_read_than_memory_is_for(
     monkeypatch: pytest.MonkeyPatch, keys: int, each: int, size: int, *, hungry: bool
 ) -> None:
     monkeypatch.setattr(source, "MOST", 10)
-    monkeypatch.setattr(source, "MAX_BYTES", 20)
+    monkeypatch.setattr(source, "MAX_BYTES", 40)
     endpoint = Endpoint(url="http://127.0.0.1:1", max_in_flight=2)
     reader = Reader(subscription_id=1, name="billing", service="billing")
 
