@@ -65,14 +65,14 @@ def test_of_a_batch_in_hand_only_what_is_beyond_the_position_is_left(app: Dsn) -
         member = new_member(connection)
         member.balance(connection)
         (batch,) = open_batch(connection, "outbox", member)
-        oldest = "SELECT min(created_at) FROM saf.outbox WHERE id > %s"
+        oldest = "SELECT min(created_at) FROM saf.outbox WHERE id > %(done)s"
         for done in (0, 1, 50, 99, 100):
             with connection.transaction():
                 advance(connection, batch, done)
             # read from the middle, and from the beginning with a member that looks far
             found = left(connection)
             assert found.messages == 100 - done
-            assert [(found.oldest,)] == fetch(connection, oldest, [done])
+            assert [(found.oldest,)] == fetch(connection, oldest, {"done": done})
             by_address = [part.oldest for part in found.by_address.values()]
             assert by_address == [found.oldest] * (done < 100)
         close(connection, [batch])

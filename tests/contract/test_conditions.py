@@ -52,6 +52,7 @@ def test_an_endpoint_that_goes_down_and_comes_up_is_no_other_subscriptions(
     assert [book.look(at).state for book in books] == ["closed", "open"]
     mine.disable(at, "410")
     assert [book.look(at).state for book in books] == ["disabled", "open"]
+    assert [book.look(at).failures for book in books] == [1, 1]
     others.pause(at)
     assert [book.look(at).paused for book in books] == [False, True]
     mine.resume(at)

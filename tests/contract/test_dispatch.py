@@ -177,7 +177,7 @@ def test_the_sdk_of_cloudevents_reads_what_is_sent(inbox: Dsn, partner: Partner)
         key='Zürich "1"\r\n%',
         message_type="OrderPlaced",
         from_service="shop/1",
-        headers='{"content-type": "application/json", "traceid": "a\\u00fc"}',
+        headers='{"content-type": "application/json", "traceid": "a\\u00fc", "empty": ""}',
     )
     dispatch(inbox, partner)
     (got,) = partner.accepted
@@ -188,6 +188,17 @@ def test_the_sdk_of_cloudevents_reads_what_is_sent(inbox: Dsn, partner: Partner)
     assert event.get_id() == got.id
     assert event.get_data() == {"total": 7}
     assert event.get_attributes()["traceid"] == "aü"
+    assert "ce-empty" not in got.headers, "CloudEvents has no attribute without a value"
+
+
+@pytest.mark.parametrize("content_type", ["7", "null", '""', "[1]"])
+def test_a_content_type_that_is_no_text_is_not_sent(
+    inbox: Dsn, partner: Partner, content_type: str
+) -> None:
+    put(inbox, "1", key="a", headers=f'{{"content-type": {content_type}}}')
+    dispatch(inbox, partner)
+    (got,) = partner.accepted
+    assert got.headers["content-type"] == "application/octet-stream"
 
 
 def test_a_message_that_the_endpoint_rejects_is_a_dead_letter_with_its_answer(
@@ -681,6 +692,21 @@ def test_batch_of_a_key_sends_several_of_its_messages_in_order(
             sent.setdefault(one.get_subject(), []).append(int(one.get_data()))
     assert sent == {f"k{k}": list(range(1, 21)) for k in range(1, 4)}
     assert len(partner.accepted) < 20
+
+
+@pytest.mark.parametrize(("batch_of", "key"), [("keys", "'k' || k"), ("key", "'k'")])
+def test_a_batch_of_large_bodies_has_few_messages(
+    inbox: Dsn, partner: Partner, batch_of: str, key: str
+) -> None:
+    with connect(inbox) as connection:
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, key, body) SELECT 'billing', "
+            f"{key}, repeat('x', 400000)::bytea FROM generate_series(1, 10) k"
+        )
+    dispatch(inbox, partner, mode="batch", batch_of=batch_of)
+    sizes = [len(json.loads(got.body)) for got in partner.accepted]
+    assert sum(sizes) == 10
+    assert max(sizes) == 3, "the third reaches a megabyte"
 
 
 @pytest.mark.parametrize("batch_of", ["keys", "key"])

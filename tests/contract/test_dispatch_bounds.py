@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from saf.database import Dsn
 from saf.received import READ, Received
-from saf.receiving.dispatch import sending
+from saf.receiving.dispatch import sending, session, source
 from saf.receiving.dispatch.condition import Book, Condition
+from saf.receiving.dispatch.http import Client
 from saf.receiving.dispatch.judging import Judge
 from saf.receiving.dispatch.progress import InHand
 from saf.receiving.dispatch.replies import Answer, Meaning
+from saf.receiving.dispatch.sending import Sender
 from saf.receiving.dispatch.settings import Endpoint
-from saf.receiving.dispatch.walk import Walk
-from saf.receiving.dispatch.window import Window
+from saf.receiving.dispatch.source import ReadAhead
+from saf.receiving.dispatch.window import Walk, Window
+from saf.receiving.hand import Reader
 from tests.endpoints import (
     Got,
     Partner,
@@ -31,7 +36,7 @@ from tests.endpoints import (
     partner,
 )
 from tests.pipeline import connect
-from tests.receivers import dead, put
+from tests.receivers import dead, put, store
 from tests.waits import until
 
 __all__ = ["inbox", "partner"]
@@ -84,9 +89,78 @@ def test_batches_leave_in_doubt_no_more_than_is_promised(inbox: Dsn, partner: Pa
         until(lambda: one.summary.handled == 25)
 
 
-def received(id_: int) -> Received:
+def test_answers_are_marked_as_they_come(
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LOOK_SECONDS", 60.0)
+    store(inbox, keys=10, each=1)
+    one = dispatcher(inbox, partner, max_in_flight=1)
+    with dispatching(one):
+        # two unmarked messages are as many as may be in doubt
+        until(lambda: one.summary.handled == 10, 30)
+
+
+def received(id_: int, **more: Any) -> Received:
     columns = {"message_id": uuid4().bytes, "key": f"k{id_}", "shard": 1, "id": id_, "body": b""}
-    return Received(tuple(columns.get(name) for name in READ))
+    return Received(tuple((columns | more).get(name) for name in READ))
+
+
+def a_window() -> Window:
+    window = Window()
+    window.own([InHand(shard=1, epoch=1, batch=1, done="1:1:", open="9:9:", position=0)])
+    return window
+
+
+@pytest.mark.parametrize(
+    ("keys", "each", "size", "hungry"),
+    [(3, 1, 1, True), (4, 1, 1, False), (1, 9, 1, True), (1, 10, 1, False), (1, 2, 10, False)],
+    ids=["few keys", "many keys", "few messages", "many messages", "many bytes"],
+)
+def test_no_more_is_read_than_memory_is_for(
+    monkeypatch: pytest.MonkeyPatch, keys: int, each: int, size: int, *, hungry: bool
+) -> None:
+    monkeypatch.setattr(source, "MOST", 10)
+    monkeypatch.setattr(source, "MAX_BYTES", 40)
+    endpoint = Endpoint(url="http://127.0.0.1:1", max_in_flight=2)
+    reader = Reader(subscription_id=1, name="billing", service="billing")
+
+    async def ask(_: object) -> Any:
+        raise AssertionError("nothing is to be read")
+
+    window = a_window()
+    for number in range(keys * each):
+        window.add(received(number + 1, key=f"k{number % keys}", body=b"x" * size))
+    assert ReadAhead(window, reader, endpoint, "partner", ask).hungry is hungry
+
+
+@pytest.mark.parametrize(
+    ("more", "reply"),
+    [({}, False), ({"from_initiator": True}, False), ({"from_initiator": True}, True)],
+    ids=["expired", "left to a worker", "of a dialog"],
+)
+def test_what_a_rate_has_held_back_is_settled_at_once_when_its_turn_comes(
+    more: dict[str, Any], *, reply: bool
+) -> None:
+    endpoint = Endpoint(url="http://127.0.0.1:1", rate="20/s", reply=reply)
+    window = a_window()
+    window.add(received(1, expires_at=datetime.now(UTC) + timedelta(hours=1), **more))
+    judge = Judge(window, Book(subscription_id=1, endpoint="partner"), endpoint, converses=True)
+
+    async def work() -> None:
+        told = asyncio.Event()
+        sender = Sender(window, judge, endpoint, Client(endpoint), told.set)
+        assert sender.bucket is not None
+        while sender.bucket.take(asyncio.get_running_loop().time()) == 0:
+            pass
+        sender.start()
+        assert not told.is_set()
+        if not more:
+            sender.clock = datetime.now(UTC) + timedelta(hours=2), time.monotonic()
+        async with asyncio.timeout(10):
+            await told.wait()
+        await sender.cancel()
+
+    asyncio.run(work())
 
 
 def two_in_flight() -> tuple[Window, Judge, list[Walk]]:

@@ -14,6 +14,7 @@ from urllib.parse import parse_qs
 import pytest
 from pydantic import SecretStr
 
+from saf.receiving.dispatch.credentials import NoToken, parsed
 from saf.receiving.dispatch.envelope import Request
 from saf.receiving.dispatch.http import Client
 from saf.receiving.dispatch.replies import Answer, Meaning
@@ -118,6 +119,23 @@ def test_a_request_without_a_token_that_is_refused_is_sent_once(partner: Partner
     assert len(partner.begun) == 1
 
 
+@pytest.mark.parametrize("token", ["", "tökén", "two\r\nlines", 7, None])
+def test_a_token_that_no_header_can_have_is_none(token: object) -> None:
+    with pytest.raises(NoToken, match="invalid"):
+        parsed(json.dumps({"access_token": token}).encode())
+
+
+def test_a_proxy_of_the_environment_is_not_used(
+    partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    (answer,) = post(Endpoint(url=partner.url))
+    assert answer.meaning is Meaning.DONE
+
+
 def test_a_proxy_gets_the_request_for_the_endpoint(partner: Partner) -> None:
     endpoint = Endpoint(
         url="http://billing.invalid/hook",
@@ -172,6 +190,6 @@ def test_what_does_not_go_together_is_refused_when_settings_are_read(
 
 
 def test_a_name_may_have_one_character() -> None:
-    names = {"operation": "f", "source": "s", "reply_type": "r"}
+    names: dict[str, Any] = {"operation": "f", "source": "s", "reply_type": "r"}
     wsdl = Path("orders.wsdl")
     Endpoint(url="https://billing.example.com", mode="soap", wsdl=wsdl, reply=True, **names)

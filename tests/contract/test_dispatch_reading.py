@@ -15,10 +15,10 @@ import saf
 from saf.broker.services import create_subscription, subscription
 from saf.database import Dsn
 from saf.log.shards import Member
-from saf.receiving.dispatch import marking, read_ahead, source
+from saf.receiving.dispatch import marking, source
 from saf.receiving.dispatch.dispatcher import Dispatcher, run
-from saf.receiving.dispatch.read_ahead import ReadAhead
 from saf.receiving.dispatch.settings import Endpoint
+from saf.receiving.dispatch.source import ReadAhead
 from saf.receiving.dispatch.window import Window
 from saf.receiving.hand import Reader
 from saf.receiving.retries import Waiting
@@ -101,7 +101,7 @@ def reading(inbox: Dsn) -> Iterator[Reading]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From this call on, memory holds 1000 bytes."""
-    return lambda: monkeypatch.setattr(read_ahead, "MAX_BYTES", 1000)
+    return lambda: monkeypatch.setattr(source, "MAX_BYTES", 1000)
 
 
 def new(inbox: Dsn, body: str, **columns: Any) -> str:

@@ -179,3 +179,25 @@ def test_a_loop_counts_all_dispatchers_of_an_endpoint(inbox: Dsn, partner: Partn
         running.run([first], find=find)
         working.result()
     assert then.summary.handled == 3
+    until(lambda: "saf dispatch find" not in {thread.name for thread in threading.enumerate()})
+
+
+def test_an_endpoint_that_has_failed_is_left_alone_for_a_while(
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "AGAIN_SECONDS", 60.0)
+    find = Finding(Dispatcher("new", Endpoint(url=partner.url, subscription="none"), inbox))
+
+    def failures() -> int:
+        return sum(line["event"] == "endpoint_not_dispatched" for line in lines)
+
+    def work() -> None:
+        until(lambda: failures() > 0)
+        find.again(5)
+
+    with capture_logs() as lines, ThreadPoolExecutor(1) as threads:
+        working = threads.submit(work)
+        working.add_done_callback(lambda _: stop())
+        running.run([], find=find)
+        working.result()
+    assert failures() == 1

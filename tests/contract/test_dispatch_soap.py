@@ -110,6 +110,22 @@ def test_an_answer_without_a_body_says_that_the_call_was_taken(
         assert fetch(connection, "SELECT FROM saf.outbox") == []
 
 
+def test_what_is_returned_with_another_status_of_success_is_a_reply(
+    inbox: Dsn, partner: Partner, wsdl: Path
+) -> None:
+    async def answer(got: Got) -> Reply:
+        _, headers, body = await warehouse(got)
+        return 202, headers, body
+
+    partner.answer = answer
+    put(inbox, '{"order": "A", "total": 7}', key="a", from_service="shop")
+    more = {"mode": "soap", "wsdl": wsdl, "operation": "BookOrder", "reply": True}
+    assert dispatch(inbox, partner, **more).exit_code == 0
+    with connect(inbox) as connection:
+        ((body,),) = fetch(connection, "SELECT body FROM saf.outbox")
+    assert json.loads(body) == {"number": 14, "note": "A"}
+
+
 @pytest.mark.parametrize("body", [b"", envelope("")], ids=["no body", "an envelope"])
 def test_an_operation_without_output_is_done_by_any_answer_but_a_fault(
     inbox: Dsn, partner: Partner, wsdl: Path, body: bytes

@@ -198,6 +198,23 @@ def test_an_answer_that_repeats_a_secret_is_kept_without_it() -> None:
     assert "othersecret" not in repr(endpoint)
 
 
+def test_a_secret_that_contains_another_one_is_hidden_whole() -> None:
+    with serving(Partner()) as partner:
+        partner.always(400, b"neither short-secret-and-more nor short-secret nor 4444 nor 333")
+        endpoint = Endpoint.model_validate(
+            {
+                "url": f"{partner.url}?a=4444&b=333",
+                "user": "saf",
+                "password": "short-secret",
+                "proxy": partner.url,
+                "proxy_user": "saf",
+                "proxy_password": "short-secret-and-more",
+            }
+        )
+        answer = post(endpoint)
+    assert answer.error == "HTTP 400: neither *** nor *** nor *** nor 333"
+
+
 @pytest.mark.parametrize("before", [0, 180, 190, 195, 199])
 def test_a_secret_across_the_end_of_what_is_kept_is_not_kept_in_part(before: int) -> None:
     with serving(Partner()) as partner:

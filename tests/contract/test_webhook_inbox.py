@@ -422,7 +422,12 @@ def test_a_body_that_does_not_arrive_in_time_is_answered_with_408(
     async def keep(part: Any) -> None:
         answers.append(part)
 
-    asyncio.run(app({"type": "http", "method": "POST", "headers": headers}, never, keep))
+    scope = {"type": "http", "method": "POST", "headers": headers}
+
+    async def call() -> None:
+        await app(scope, never, keep)
+
+    asyncio.run(call())
     assert [part.get("status", part.get("body")) for part in answers] == [408, b"it took too long"]
 
 

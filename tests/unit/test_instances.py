@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from saf import Processor, Processors
+from saf import Processor
 from saf.received import READ, Received
 from saf.receiving.processors import Instance, Instances, Processors
 

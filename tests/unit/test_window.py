@@ -220,6 +220,28 @@ def test_a_key_that_rests_is_not_woken_after_its_shard_has_gone(window: Window) 
     assert window.next() is None
 
 
+def test_a_key_whose_turn_has_come_again_does_not_wait_for_a_failure_before(
+    window: Window,
+) -> None:
+    window.count([Waiting(lane="a", shard=1, attempts=1, error="HTTP 503")])
+    assert window.marks() is None
+
+
+def test_a_batch_ends_though_its_end_is_learned_after_its_last_mark(window: Window) -> None:
+    for _ in range(2):
+        walk = window.next()
+        assert walk is not None
+        window.done(walk)
+    marks = window.marks()
+    assert marks is not None
+    assert not any(cursor.closed for cursor in marks.cursors)
+    window.written(marks)
+    window.shards[1].whole = True
+    marks = window.marks()
+    assert marks is not None
+    assert [(cursor.shard, cursor.closed) for cursor in marks.cursors] == [(1, True)]
+
+
 def test_a_walk_names_its_message_and_its_state(window: Window) -> None:
     sent = window.next()
     assert sent is not None

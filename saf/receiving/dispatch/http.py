@@ -178,6 +178,8 @@ def redirected(url: str, status: int, headers: Mapping[str, str]) -> str | None:
     'https://a.example.com/v2'
     >>> redirected(one, 302, {"Location": "/v2"}), redirected(one, 307, {"Location": "//127.0.0.1"})
     (None, None)
+    >>> print(redirected(one, 307, {"Location": "https://b.example.com/v2"}))
+    None
     >>> print(redirected(one, 307, {"Location": "http://["}))
     None
     """
