@@ -40,10 +40,13 @@ from saf.operating.endpoints import find
 from saf.operating.repair.rebase import rebase
 from saf.receiving import link
 from saf.receiving.dispatch import dispatcher as running
-from saf.receiving.dispatch import marking, read_ahead, source
+from saf.receiving.dispatch import marking, read_ahead, session, source
 from saf.receiving.dispatch.condition import Book
 from saf.receiving.dispatch.dispatcher import Dispatcher
+from saf.receiving.dispatch.envelope import Request
+from saf.receiving.dispatch.http import Client
 from saf.receiving.dispatch.progress import InHand, Mark
+from saf.receiving.dispatch.replies import Answer
 from saf.receiving.dispatch.session import LOOK_SECONDS
 from saf.receiving.dispatch.settings import Endpoint
 from saf.receiving.dispatch.window import Marks, Window
@@ -176,7 +179,7 @@ def test_the_sdk_of_cloudevents_reads_what_is_sent(inbox: Dsn, partner: Partner)
         key='Zürich "1"\r\n%',
         message_type="OrderPlaced",
         from_service="shop/1",
-        headers='{"content-type": "application/json", "traceid": "a\\u00fc"}',
+        headers='{"content-type": "application/json", "traceid": "a\\u00fc", "empty": ""}',
     )
     dispatch(inbox, partner)
     (got,) = partner.accepted
@@ -187,6 +190,14 @@ def test_the_sdk_of_cloudevents_reads_what_is_sent(inbox: Dsn, partner: Partner)
     assert event.get_id() == got.id
     assert event.get_data() == {"total": 7}
     assert event.get_attributes()["traceid"] == "aü"
+    assert "empty" not in event.get_attributes()
+
+
+def test_a_content_type_that_is_not_a_text_is_left_out(inbox: Dsn, partner: Partner) -> None:
+    put(inbox, "1", key="a", headers='{"content-type": 7}')
+    dispatch(inbox, partner)
+    assert partner.by_key() == {"a": [1]}
+    assert partner.accepted[0].headers.get("content-type") != "7"
 
 
 def test_a_message_that_the_endpoint_rejects_is_a_dead_letter_with_its_answer(
@@ -1083,21 +1094,29 @@ def test_a_run_without_loop_that_meets_a_lock_is_unavailable(inbox: Dsn, partner
 
 
 def test_messages_of_a_batch_that_is_refused_are_as_many_requests_as_may_be_in_flight(
-    inbox: Dsn, partner: Partner
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waiting = 0  # a request may also wait for a connection, where the partner does not see it
+
+    async def post(client: Client, request: Request) -> Answer:
+        nonlocal waiting
+        waiting += 1
+        assert waiting == 1
+        answer = await client._attempt(request)
+        waiting -= 1
+        return answer
+
     async def answer(got: Got) -> Reply:
         if len(batch(got)) > 1:
             return 422, {}, b"too many"
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.1)
         return 204, {}, b""
 
     partner.answer = answer
     store(inbox, keys=8, each=1)
-    # a request that waits for a connection would have no time left
-    one = {"max_in_flight": 1, "timeout_seconds": 1.5}
-    done = dispatch(inbox, partner, mode="batch", **one)
+    monkeypatch.setattr(Client, "post", post)
+    done = dispatch(inbox, partner, mode="batch", max_in_flight=1)
     assert (done.summary.handled, done.exit_code) == (8, 0)
-    assert partner.most_in_flight == 1
 
 
 def test_a_key_that_a_worker_has_left_for_a_handler_is_sent(inbox: Dsn, partner: Partner) -> None:
@@ -1304,11 +1323,27 @@ def test_where_the_inbox_notifies_a_message_is_sent_at_once_however_seldom_polls
         link.switch(connection, True)
     for name in ("FIRST_PAUSE_SECONDS", "LISTENING_PAUSE_SECONDS"):
         monkeypatch.setattr(read_ahead, name, 3600.0)
+    monkeypatch.setattr(session, "LOOK_SECONDS", 3600.0)
     with dispatching(dispatcher(inbox, partner)):
         for number in range(3):
             time.sleep(1)  # by then, nothing polls
             put(inbox, str(number))
             until(partial(accepted, partner, number + 1), seconds=20)
+
+
+def test_an_answer_is_marked_at_once_however_seldom_polls_are(
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS"):
+        monkeypatch.setattr(read_ahead, name, 3600.0)
+    monkeypatch.setattr(session, "LOOK_SECONDS", 3600.0)
+    answer = held(partner, 204)
+    put(inbox, "1", key="a")
+    with dispatching(dispatcher(inbox, partner)):
+        until(lambda: partner.in_flight == 1)
+        time.sleep(1)  # by then, nothing polls
+        answer()
+        until(lambda: unread(inbox) == 0, 20)
 
 
 def accepted(partner: Partner, count: int) -> bool:

@@ -103,6 +103,7 @@ def test_while_there_is_no_token_messages_wait(partner: Partner, login: Partner)
         (503, b"down", "HTTP 503"),
         (400, token, "HTTP 400"),
         (200, b"verysecret", no_token),
+        (200, b'{"access_token": "very\\nsecret"}', "the answer's access_token is invalid"),
     ):
         login.always(status, text)
         (answer,) = post(oauth(partner, login))
@@ -133,6 +134,15 @@ def test_a_proxy_gets_the_request_for_the_endpoint(partner: Partner) -> None:
     said = got.headers["proxy-authorization"].removeprefix("Basic ")
     assert base64.b64decode(said) == b"saf:verysecret"
     assert got.headers["authorization"] == "Bearer a token"
+
+
+def test_a_proxy_of_the_environment_is_not_used(
+    partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    (answer,) = post(Endpoint(url=partner.url))
+    assert answer.meaning is Meaning.DONE
 
 
 def test_a_proxy_does_not_learn_what_an_endpoint_is_told_by_tls() -> None:

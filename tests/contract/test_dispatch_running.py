@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from saf.database import Dsn
 from saf.receiving.dispatch import dispatcher as running
 from saf.receiving.dispatch.dispatcher import Dispatcher
+from saf.receiving.dispatch.http import Client
 from saf.receiving.dispatch.settings import Endpoint
 from tests.endpoints import Partner, dispatcher, dispatching, inbox, partner
 from tests.pipeline import connect
@@ -142,6 +143,41 @@ def test_what_saf_is_to_blame_for_at_one_endpoint_stops_no_other_one(
     assert "in _session" in line["stack"]
 
 
+def test_what_saf_is_to_blame_for_in_a_request_ends_the_session(
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def post(*_: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(Client, "post", post)
+    put(inbox, "1", key="a")
+    running_once = dispatcher(inbox, partner).run(asyncio.Event(), drain=True)
+    with pytest.raises(TypeError, match="a bug"):
+        asyncio.run(asyncio.wait_for(running_once, 20))
+
+
+def test_an_endpoint_that_fails_is_tried_again_only_after_a_while(
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "AGAIN_SECONDS", 3600.0)
+    find = Finding(Dispatcher("none", Endpoint(url=partner.url), inbox))
+
+    def failed() -> int:
+        return [line["event"] for line in lines].count("endpoint_not_dispatched")
+
+    with capture_logs() as lines, ThreadPoolExecutor(1) as threads:
+
+        def work() -> None:
+            until(failed)
+            find.again(3)
+
+        working = threads.submit(work)
+        working.add_done_callback(lambda _: stop())
+        running.run([], find=find)
+        working.result()
+    assert failed() == 1
+
+
 def test_what_has_ended_is_forgotten() -> None:
     one = Dispatcher("x", Endpoint(url="http://127.0.0.1:1"), Dsn("host=/nowhere dbname=none"))
 
@@ -179,3 +215,4 @@ def test_a_loop_counts_all_dispatchers_of_an_endpoint(inbox: Dsn, partner: Partn
         running.run([first], find=find)
         working.result()
     assert then.summary.handled == 3
+    until(lambda: "saf dispatch find" not in {thread.name for thread in threading.enumerate()})

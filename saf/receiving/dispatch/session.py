@@ -231,8 +231,6 @@ class Session:
         if self.sender.bucket is not None:
             shards = await self._ask(source.all_shards)
             self.sender.bucket.share = len(window.shards) / shards
-        if surplus == 0:
-            window.leaving = frozenset()
         self._spare = not window.shards and await self._ask(self._member.settled)
 
     async def _wait(self) -> None:
