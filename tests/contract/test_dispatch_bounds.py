@@ -87,6 +87,7 @@ def test_batches_leave_in_doubt_no_more_than_is_promised(inbox: Dsn, partner: Pa
             until(lambda: sent() >= 20)
             assert sent() == 20
         until(lambda: one.summary.handled == 25)
+    assert max(len(json.loads(got.body)) for got in partner.begun) == 3
 
 
 def test_answers_are_marked_as_they_come(
@@ -180,6 +181,41 @@ def test_what_several_messages_are_told_by_an_endpoint_that_is_removed_changes_n
     assert judge.condition == Condition(state="removed")
     assert judge.to_write == []
     assert [(str(walk.state), walk.alone) for walk in walks] == [("queued", False)] * 2
+
+
+FAILED = Answer(meaning=Meaning.WAITS, seconds=0.1, status=503)
+DONE = Answer(meaning=Meaning.DONE, seconds=0.1, status=204)
+
+
+def counted(window: Window) -> dict[str, int]:
+    """The attempts of the keys that wait."""
+    marks = window.marks()
+    assert marks is not None
+    return {lane: waiting.attempts for lane, waiting in marks.waiting.items()}
+
+
+def test_an_endpoint_that_accepts_several_messages_is_up_and_earlier_attempts_count() -> None:
+    window, judge, (first, second) = two_in_flight()
+    judge.answered(first, FAILED)
+    judge.answered_together([second], DONE)
+    assert counted(window) == {"k1": 1}
+
+
+def test_a_look_at_an_endpoint_that_is_up_forgets_no_failure() -> None:
+    window, judge, (first, second) = two_in_flight()
+    judge.answered(first, FAILED)
+    judge.hear(Condition())
+    judge.answered(second, DONE)
+    assert counted(window) == {"k1": 1}
+
+
+def test_failures_before_an_endpoint_was_down_count_no_more_once_it_is_up() -> None:
+    window, judge, (first, second) = two_in_flight()
+    judge.answered(first, FAILED)
+    judge.hear(Condition(state="open", probe_in=1.0))
+    judge.hear(Condition())
+    judge.answered(second, DONE)
+    assert counted(window) == {"k1": 0}
 
 
 def test_what_is_to_be_sent_alone_is_remembered_with_the_message_only() -> None:

@@ -104,6 +104,7 @@ def test_while_there_is_no_token_messages_wait(partner: Partner, login: Partner)
         (503, b"down", "HTTP 503"),
         (400, token, "HTTP 400"),
         (200, b"verysecret", no_token),
+        (200, b'{"access_token": "very\\nsecret"}', "the answer's access_token is invalid"),
     ):
         login.always(status, text)
         (answer,) = post(oauth(partner, login))

@@ -12,8 +12,8 @@ import psycopg
 import pytest
 
 import saf
-from saf.broker.services import create_subscription, subscription
-from saf.database import Dsn
+from saf.broker.services import create_service, create_subscription, subscription
+from saf.database import Dsn, fetch
 from saf.log.shards import Member
 from saf.receiving.dispatch import marking, source
 from saf.receiving.dispatch.dispatcher import Dispatcher, run
@@ -24,7 +24,7 @@ from saf.receiving.hand import Reader
 from saf.receiving.retries import Waiting
 from tests.endpoints import Partner, dispatch, inbox, let_lanes_be_due, partner, settings
 from tests.pipeline import connect
-from tests.receivers import SUBSCRIPTION, put, waiting
+from tests.receivers import SUBSCRIPTION, put, store, waiting
 
 __all__ = ["inbox", "partner"]
 
@@ -37,7 +37,7 @@ LARGE, PART = "x" * 1500, "x" * 300
 class Reading:
     """A dispatcher without its loop: it reads ahead, and an endpoint accepts what it sends."""
 
-    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+    def __init__(self, connection: psycopg.Connection[Any], **more: Any) -> None:
         found = subscription(connection, SUBSCRIPTION)
         member = Member(subscription_id=found.subscription_id, lease_seconds=30)
         member.join(connection)
@@ -51,7 +51,7 @@ class Reading:
         )
         self.window = Window()
         self.window.own(source.owned(connection, self.reader))
-        endpoint = Endpoint(url="http://127.0.0.1:1")
+        endpoint = Endpoint(url="http://127.0.0.1:1", **more)
         self.ahead = ReadAhead(self.window, self.reader, endpoint, "partner", self._ask)
 
     async def _ask(self, what: Callable[[psycopg.Connection[Any]], T]) -> T:
@@ -162,6 +162,56 @@ def test_delayed_messages_that_do_not_fit_into_memory_together_are_sent_in_the_o
     assert reading.send() == [first, second, third]
 
 
+@pytest.mark.parametrize(("max_in_flight", "messages"), [(1, 320), (20, 400)])
+def test_memory_has_room_for_20_messages_a_request_and_for_at_least_320(
+    inbox: Dsn, max_in_flight: int, messages: int
+) -> None:
+    store(inbox, keys=40, each=25)
+    with connect(inbox) as connection:
+        reading = Reading(connection, max_in_flight=max_in_flight)
+        for _ in range(2):  # the second time, memory is full
+            reading.read()
+            assert reading.window.held == messages
+        assert len(reading.send()) == 1000
+        # as many as are read of a shard at a time: its batch has an end nevertheless
+        assert fetch(connection, "SELECT FROM saf.cursor WHERE open IS NOT NULL") == []
+
+
+def test_a_read_that_ends_within_a_shard_leaves_nothing_out(inbox: Dsn) -> None:
+    store(inbox, keys=60, each=7)
+    with connect(inbox) as connection:
+        rows = fetch(connection, "SELECT message_id::text, key, body FROM saf.inbox")
+        sent = Reading(connection, max_in_flight=1).send()
+    numbers = {id_: (key, int(body)) for id_, key, body in rows}
+    by_key: dict[str, list[int]] = {}
+    for key, number in map(numbers.__getitem__, sent):
+        by_key.setdefault(key, []).append(number)
+    assert by_key == {f"k{key}": [1, 2, 3, 4, 5, 6, 7] for key in range(1, 61)}
+
+
+def test_the_key_that_has_been_due_for_longest_is_read_first(inbox: Dsn, reading: Reading) -> None:
+    for key in "abc":
+        new(inbox, "1", key=key)
+    reading.fail()
+    with connect(inbox) as connection:
+        for key, seconds in (("a", 2), ("b", 3), ("c", 1)):
+            connection.execute(
+                "UPDATE saf.backoff SET next_attempt_at = now() - make_interval(secs => %s) "
+                "WHERE subject = %s",
+                [seconds, key],
+            )
+    (due,) = source.due_lanes(
+        reading.connection,
+        reading.reader,
+        list(reading.window.shards),
+        [],
+        awaited=False,
+        limit=1,
+        max_bytes=1000,
+    )
+    assert due.name == "b"
+
+
 def test_a_run_without_loop_sends_all_that_waits_behind_a_message_in_order(
     inbox: Dsn, partner: Partner
 ) -> None:
@@ -174,13 +224,9 @@ def test_a_run_without_loop_sends_all_that_waits_behind_a_message_in_order(
     assert partner.by_key() == {"a": list(range(1, 46))}
 
 
-def test_a_subscription_that_listens_in_sends_what_a_worker_has_left_of_a_dialog(
-    inbox: Dsn, partner: Partner
-) -> None:
-    with connect(inbox) as connection:
-        create_subscription(connection, "audit", service=SUBSCRIPTION)
-    put(inbox, "1", key="a", conversation_id=uuid4(), from_initiator=True, sequence=0)
-    worker = saf.Worker(inbox, "audit")
+def leave_to_handlers(inbox: Dsn, name: str) -> None:
+    """A worker that has no handler for what there is."""
+    worker = saf.Worker(inbox, name)
 
     @worker.handler("OrderPaid")
     def handle(message: saf.Received, _: object) -> None:
@@ -188,8 +234,35 @@ def test_a_subscription_that_listens_in_sends_what_a_worker_has_left_of_a_dialog
 
     with suppress(saf.SafError):
         worker.drain()
+
+
+def test_a_subscription_that_listens_in_sends_what_a_worker_has_left_of_a_dialog(
+    inbox: Dsn, partner: Partner
+) -> None:
+    with connect(inbox) as connection:
+        create_subscription(connection, "audit", service=SUBSCRIPTION)
+    put(inbox, "1", key="a", conversation_id=uuid4(), from_initiator=True, sequence=0)
+    leave_to_handlers(inbox, "audit")
     assert waiting(inbox) == ["a"]
     endpoint = settings(partner).model_copy(update={"subscription": "audit"})
     run([Dispatcher("partner", endpoint, inbox)], drain=True)
     assert partner.by_key() == {"a": [1]}
     assert waiting(inbox) == []
+
+
+def test_a_key_that_waits_for_a_handler_is_sent_whatever_waits_for_another_subscription(
+    inbox: Dsn, partner: Partner
+) -> None:
+    with connect(inbox) as connection:
+        create_subscription(connection, "all", service=None)
+        create_service(connection, "other")
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, key, body, conversation_id, from_initiator, "
+            "sequence) VALUES ('other', 'a', '1', gen_random_uuid(), true, 0)"
+        )
+    leave_to_handlers(inbox, "all")
+    put(inbox, "2", key="a")
+    leave_to_handlers(inbox, SUBSCRIPTION)
+    assert waiting(inbox) == ["a", "a"]
+    assert dispatch(inbox, partner).exit_code == 0
+    assert partner.by_key() == {"a": [2]}

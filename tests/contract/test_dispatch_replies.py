@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 from xmlrpc.client import dumps
 
+import psycopg
 import pytest
 
 import saf
@@ -43,6 +44,12 @@ STORE = """
 INSERT INTO saf.inbox (source, to_service, key, body, message_id, created_at)
 VALUES (gen_random_uuid(), %s, %s, 'plain', gen_random_uuid(), now())
 """
+BUSY = """
+CREATE FUNCTION busy() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN RAISE EXCEPTION 'not now' USING ERRCODE = 'lock_not_available'; END $$;
+CREATE TRIGGER busy BEFORE INSERT ON saf.outbox FOR EACH ROW EXECUTE FUNCTION busy();
+"""
+"""A database that takes no answer for now."""
 LEFT_TO_A_WORKER = "SELECT count(*) FROM saf.backoff WHERE awaits_handler"
 
 
@@ -284,6 +291,22 @@ def test_a_dialog_ends_with_the_reply_where_its_contract_is_for_one(
     more = {"reply": True, "reply_type": "answer", "one_reply": ("asking",)}
     talk(shop, mom, partner, **more)
     assert dialogs.said(dialogs.receive(shop, SHOP)) == ['{"got": 1}', dialogs.END]
+
+
+def test_a_dialog_whose_answer_cannot_be_stored_now_is_answered_later(
+    shop: Dsn, mom: Dsn, partner: Partner
+) -> None:
+    echo(partner)
+    dialogs.begin(shop, "1")
+    with connect(mom) as connection:
+        connection.execute(BUSY)
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        talk(shop, mom, partner, reply=True)
+    with connect(mom) as connection:
+        connection.execute("DROP TRIGGER busy ON saf.outbox")
+    talk(shop, mom, partner, reply=True)
+    assert dead(mom) == []
+    assert dialogs.said(dialogs.receive(shop, SHOP)) == ['{"got": 1}']
 
 
 def test_an_answer_that_the_contract_does_not_allow_fails_the_dialog_at_both_ends(

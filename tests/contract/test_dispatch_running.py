@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from saf.database import Dsn
 from saf.receiving.dispatch import dispatcher as running
 from saf.receiving.dispatch.dispatcher import Dispatcher
+from saf.receiving.dispatch.http import Client
 from saf.receiving.dispatch.settings import Endpoint
 from tests.endpoints import Partner, dispatcher, dispatching, inbox, partner
 from tests.pipeline import connect
@@ -140,6 +141,19 @@ def test_what_saf_is_to_blame_for_at_one_endpoint_stops_no_other_one(
     assert partner.by_key() == {"a": [1, 2]}
     (line,) = [line for line in lines if line["event"] == "endpoint_not_dispatched"]
     assert "in _session" in line["stack"]
+
+
+def test_what_saf_is_to_blame_for_in_a_request_ends_the_session(
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def post(*_: object) -> None:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(Client, "post", post)
+    put(inbox, "1", key="a")
+    running_once = dispatcher(inbox, partner).run(asyncio.Event(), drain=True)
+    with pytest.raises(TypeError, match="a bug"):
+        asyncio.run(asyncio.wait_for(running_once, 20))
 
 
 def test_what_has_ended_is_forgotten() -> None:

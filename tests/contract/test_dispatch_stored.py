@@ -19,7 +19,7 @@ from saf.broker.services import create_services, subscription
 from saf.database import Dsn, fetch
 from saf.errors import EndpointRemoved
 from saf.receiving.dispatch import dispatcher, stored
-from saf.receiving.dispatch.condition import Book
+from saf.receiving.dispatch.condition import Book, Condition
 from saf.receiving.dispatch.dispatcher import Dispatcher
 from saf.receiving.dispatch.session import Session
 from saf.receiving.dispatch.settings import Endpoint
@@ -129,6 +129,15 @@ def test_a_message_whose_endpoint_is_gone_is_delivered_once_an_operator_resumes_
         partner.answer = None
         book(person).resume(person)
         until(lambda: partner.by_key() == {"a": [1, 2]})
+
+
+def test_a_probe_that_disables_an_endpoint_is_one_more_failure(
+    person: psycopg.Connection[Any],
+) -> None:
+    one = book(person)
+    one.down(person, "HTTP 503", 0.0)
+    one.disable(person, "HTTP 410")
+    assert one.look(person) == Condition(state="disabled", failures=2, error="HTTP 410")
 
 
 @pytest.mark.parametrize("status", [410, 503])

@@ -15,14 +15,17 @@ from typing import Any
 
 import psutil
 import pytest
+from pydantic import SecretStr
 from standardwebhooks.webhooks import Webhook
 
 import saf.webhooks
 from saf.errors import ConfigurationError, NotVerified
+from saf.receiving.dispatch.credentials import hidden
 from saf.receiving.dispatch.envelope import Request
-from saf.receiving.dispatch.http import Client
+from saf.receiving.dispatch.http import Client, redirected
 from saf.receiving.dispatch.replies import Answer, Meaning
 from saf.receiving.dispatch.settings import Endpoint
+from saf.receiving.failures import HIDDEN, SHORTEST
 from saf.webhooks import verify
 from tests.endpoints import Got, Partner, Reply, listening, serving
 from tests.needed import needed
@@ -148,6 +151,17 @@ def test_a_host_that_is_no_name_is_refused(host: str) -> None:
             Endpoint(url=f"{scheme}://{host}/hook")
 
 
+@pytest.mark.parametrize("url", ["https:///hook", "https://billing.example.com:0/hook"])
+def test_a_url_without_a_host_or_a_port_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="it is not a URL"):
+        Endpoint(url=url)
+
+
+def test_a_redirect_by_tls_to_another_host_is_not_followed() -> None:
+    for url in ("http://a.example.com/hook", "https://a.example.com/hook"):
+        assert redirected(url, 307, {"Location": "https://b.example.com/hook"}) is None
+
+
 def test_headers_without_end_are_no_answer() -> None:
     with listening(send_many_headers) as url:
         before = psutil.Process().memory_info().rss
@@ -213,6 +227,11 @@ def test_a_secret_that_contains_another_one_is_hidden_whole() -> None:
         )
         answer = post(endpoint)
     assert answer.error == "HTTP 400: neither *** nor *** nor *** nor 333"
+
+
+def test_a_secret_is_hidden_from_its_shortest_length_on() -> None:
+    endpoint = Endpoint(url="https://billing.example.com", bearer=SecretStr("s" * SHORTEST))
+    assert ("s" * SHORTEST, HIDDEN) in hidden(endpoint)
 
 
 @pytest.mark.parametrize("before", [0, 180, 190, 195, 199])
