@@ -113,6 +113,38 @@ def test_a_stop_waits_for_no_broker_that_is_asked_for_endpoints(
         over.set()
 
 
+def test_an_endpoint_that_is_found_after_a_stop_does_not_begin(
+    inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, stopped = threading.Event(), threading.Event()
+    dismiss = running.Background.dismiss
+
+    def dismissed(finding: running.Background) -> None:
+        stopped.set()
+        dismiss(finding)
+
+    def find() -> list[Dispatcher]:
+        asked.set()
+        assert stopped.wait(30)
+        return [one, Dispatcher("new", one.endpoint, inbox)]
+
+    def work() -> None:
+        assert asked.wait(20)
+        until(lambda: partner.in_flight == 1)
+        stop()
+
+    monkeypatch.setattr(running.Background, "dismiss", dismissed)
+    partner.after(60)
+    put(inbox, "1", key="a")
+    one = dispatcher(inbox, partner, timeout_seconds=60)
+    one.stop_seconds = 1.0
+    with capture_logs() as lines, ThreadPoolExecutor(1) as threads:
+        working = threads.submit(work)
+        running.run([one], find=find)
+        working.result()
+    assert "endpoint_begins" not in {line["event"] for line in lines}
+
+
 def test_a_stop_waits_for_a_slow_answer_no_longer_than_it_says(
     inbox: Dsn, partner: Partner
 ) -> None:

@@ -174,8 +174,26 @@ def test_a_redirect_is_not_followed() -> None:
     with serving(Partner()) as inside, serving(Partner()) as outside:
         outside.always(307, location=inside.url)
         answer = post(Endpoint(url=outside.url))
-    assert (answer.meaning, answer.status) == (Meaning.WAITS, 307)
+        assert (answer.meaning, answer.status) == (Meaning.WAITS, 307)
+        outside.always(307, location="/hook")
+        assert post(Endpoint(url=outside.url, timeout_seconds=3)).status == 307
+        assert len(outside.begun) == 2
     assert inside.begun == []
+
+
+def test_an_answer_has_the_seconds_that_it_took() -> None:
+    with serving(Partner()) as partner:
+        partner.after(0.2)
+        began = time.monotonic()
+        answer = post(Endpoint(url=partner.url))
+        assert 0.2 <= answer.seconds <= time.monotonic() - began
+
+
+def test_the_least_that_an_endpoint_may_be_given() -> None:
+    short = Endpoint(url="https://billing.example.com", timeout_seconds=0.01, connect_seconds=0.01)
+    assert (short.timeout_seconds, short.attempts) == (0.01, 10)
+    called = Endpoint(url=short.url, mode="soap", wsdl=Path("billing.wsdl"), operation="f")
+    assert called.operation == "f"
 
 
 def test_a_redirect_is_followed_to_the_same_host_only_where_one_says_so() -> None:
