@@ -244,6 +244,11 @@ def test_rejections_in_a_row_are_counted_over_runs_and_a_stored_message_ends_the
     assert len(dead(app)) == 5 + 9 + 10
 
 
+def test_a_destination_that_rejects_nothing_counts_no_rejections(app: Dsn, mom: Dsn) -> None:
+    send(app, "good")
+    assert [one.rejecting for one in forward(app, mom=mom) if one.destination] == [0]
+
+
 def test_a_stop_is_heard_between_the_halves_of_what_is_rejected(
     app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

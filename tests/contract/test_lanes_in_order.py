@@ -167,6 +167,29 @@ def test_what_is_retried_goes_although_others_wait_for_its_service(
     assert bodies(other) == ["expired", "1", "2", "3"]
 
 
+def test_a_lane_of_a_service_that_stays_unknown_counts_its_attempts(app: Dsn, mom: Dsn) -> None:
+    know(mom, "billing")
+    with connect(app) as connection:
+        send_to(connection, "shipping", "1")
+        for attempts in (1, 2):
+            run(app, mom=mom)
+            assert fetch(connection, "SELECT attempts FROM saf.backoff") == [(attempts,)]
+            let_time_pass(app)
+
+
+def test_new_messages_go_in_the_cycle_that_empties_the_lane_before_them(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        send_to(connection, "shipping", "1")
+        run(app, mom=mom, other=NOWHERE)
+        let_time_pass(app)
+        send_to(connection, "shipping", "2")
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["1", "2"]
+
+
 class DownForTheFirst(PostgresInbox):
     """A destination that answers, but not for the first message."""
 
