@@ -111,6 +111,21 @@ def test_two_routes_to_one_destination_lose_nothing(app: Dsn, mom: Dsn) -> None:
     assert bodies(mom) == ["billing", "shipping", "billing"]
 
 
+def test_qualities_of_one_destination_have_watermarks_of_their_own(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.route (service, destination, quality)"
+            " VALUES ('shipping', 'mom', 'at_least_once')"
+        )
+        for number, service in enumerate(("shipping", "billing", "shipping")):
+            connection.execute(
+                "INSERT INTO saf.outbox (to_service, key, body) VALUES (%s, 'k', %s)",
+                (service, str(number).encode()),
+            )
+    forward(app, mom=mom)
+    assert sorted(bodies(mom)) == ["0", "1", "2"]
+
+
 def test_two_names_for_one_destination_are_refused_and_nothing_is_lost(app: Dsn, mom: Dsn) -> None:
     with connect(app) as connection:
         connection.execute(

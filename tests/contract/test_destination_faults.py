@@ -6,11 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from uuid import UUID
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 from saf.database import Dsn, fetch
 from saf.destinations import Chunk, Refusal, Stored
 from saf.destinations.postgresql.inbox import PostgresInbox
+from saf.engine.transforming import Transforming
 from saf.engine.work import Receipt
 from saf.errors import Rejected, Unavailable
 from saf.setaside.waiting import parked, retry_now
@@ -241,6 +244,11 @@ def test_rejections_in_a_row_are_counted_over_runs_and_a_stored_message_ends_the
     assert len(dead(app)) == 5 + 9 + 10
 
 
+def test_a_destination_that_rejects_nothing_counts_no_rejections(app: Dsn, mom: Dsn) -> None:
+    send(app, "good")
+    assert [one.rejecting for one in forward(app, mom=mom) if one.destination] == [0]
+
+
 def test_a_stop_is_heard_between_the_halves_of_what_is_rejected(
     app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +291,20 @@ def test_at_most_once_a_client_that_raises_buries_no_more_than_what_may_have_lef
             let_time_pass(app)
     forward(app, "at_most_once", 10, other=mom)
     assert bodies(mom) == [f"s{number}" for number in range(20, 30)]
+
+
+def test_at_most_once_what_a_transform_leaves_out_is_not_buried_with_what_may_have_left(
+    app: Dsn, mom: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_b(_: Transforming, rows: pa.Table) -> pa.Table:
+        return rows.filter(pc.not_equal(rows["body"], pa.scalar(b"b", rows["body"].type)))
+
+    monkeypatch.setattr(Transforming, "outputs", without_b)
+    monkeypatch.setattr(Transforming, "__bool__", lambda _: True)
+    monkeypatch.setattr(INBOX, raising(lambda: TypeError("no")))
+    send(app, "a", "b", "c")
+    forward(app, "at_most_once", other=mom)
+    assert [body for body, _ in dead(app)] == ["a", "c"]
 
 
 def test_at_most_once_rejections_in_a_row_of_parked_messages_stop_a_destination(

@@ -101,7 +101,7 @@ class DownAfterTheFirst(PostgresInbox):
     """A destination that goes down after it has answered once."""
 
     def store(self, chunk: Chunk, *, exactly_once: bool) -> Stored | Refusal:
-        if chunk.rows["id"][-1].as_py() > 1:
+        if chunk.rows["body"].cast("string").to_pylist()[-1] > "1":
             raise Unavailable("destination 'other'", "it went down")
         return super().store(chunk, exactly_once=exactly_once)
 
@@ -138,6 +138,56 @@ def test_what_waits_for_its_destination_goes_after_what_waits_for_its_service_si
         run(app, mom=mom, other=other)
     assert bodies(other) == ["1", "2", "3"]
     assert count(app, "parked") == count(app, "backoff") == 0
+
+
+def test_what_is_retried_goes_although_others_wait_for_its_service(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connect(app) as connection:
+        know(other, "billing")
+        route(connection, "shipping", "other")
+        send_to(connection, "shipping", "expired", expires_at=datetime.now(UTC))
+        run(app, mom=mom, other=other)
+        for number in range(1, 4):
+            send_to(connection, "shipping", str(number))
+        run(app, mom=mom, other=NOWHERE)
+        let_time_pass(app)
+        with monkeypatch.context() as patch:
+            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", DownAfterTheFirst)
+            with Cycle(app, forwarding_rules("exactly_once", 1, mom=mom, other=other)) as cycle:
+                cycle.run()
+        know(other, "shipping")
+        for statement in (NOT_SOON, SOON):
+            connection.execute(statement, [["main"]])
+        assert len(decide.retry(connection, DeadLetters(), "")) == 1
+        run(app, mom=mom, other=other)
+        assert bodies(other) == ["expired"]
+        let_time_pass(app)
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["expired", "1", "2", "3"]
+
+
+def test_a_lane_of_a_service_that_stays_unknown_counts_its_attempts(app: Dsn, mom: Dsn) -> None:
+    know(mom, "billing")
+    with connect(app) as connection:
+        send_to(connection, "shipping", "1")
+        for attempts in (1, 2):
+            run(app, mom=mom)
+            assert fetch(connection, "SELECT attempts FROM saf.backoff") == [(attempts,)]
+            let_time_pass(app)
+
+
+def test_new_messages_go_in_the_cycle_that_empties_the_lane_before_them(
+    app: Dsn, mom: Dsn, other: Dsn
+) -> None:
+    with connect(app) as connection:
+        route(connection, "shipping", "other")
+        send_to(connection, "shipping", "1")
+        run(app, mom=mom, other=NOWHERE)
+        let_time_pass(app)
+        send_to(connection, "shipping", "2")
+        run(app, mom=mom, other=other)
+    assert bodies(other) == ["1", "2"]
 
 
 class DownForTheFirst(PostgresInbox):
