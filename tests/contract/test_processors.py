@@ -23,6 +23,7 @@ from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.receiving import loop, processors
+from saf.receiving.membership import Membership
 from tests.pipeline import connect
 from tests.processes import start, wait
 from tests.processors import Counter, Poisoned, Unlucky, lives, member, prepare_processors, stale
@@ -476,6 +477,17 @@ class Sleeper(Counter):
         super().count(message, connection)
         if message.body == b"2":
             time.sleep(0.7)  # less than the lease; it is stopped meanwhile
+
+
+def joins(inbox: Dsn) -> None:
+    Membership(inbox, 1, 60.0)
+
+
+def test_a_member_that_never_leaves_does_not_keep_its_process_from_ending(inbox: Dsn) -> None:
+    process = start(joins, inbox)
+    process.join(20)
+    process.kill()
+    assert process.exitcode == 0
 
 
 # Output
