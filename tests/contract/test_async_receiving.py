@@ -29,7 +29,7 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.errors import StopTimeout, UsageError
 from saf.receiving import link
-from saf.receiving.asynchronous import EventLoop
+from saf.receiving.asynchronous import EventLoop, aconnected
 from saf.receiving.inbox import inbox_status
 from saf.receiving.worker import Detached, OwnLoop
 from saf.signing.signer import Key
@@ -1091,3 +1091,22 @@ def test_a_processor_cannot_be_async() -> None:
 
 
 _: Callable[..., Coroutine[Any, Any, None]] = aeffect
+
+
+def test_a_connection_beside_that_of_asyncio_is_set_as_that_one(inbox: Dsn) -> None:
+    async def main() -> tuple[object, ...]:
+        loop = EventLoop(asyncio.get_running_loop())
+        async with await psycopg.AsyncConnection.connect(inbox.conninfo, autocommit=True) as own:
+            await own.set_isolation_level(psycopg.IsolationLevel.SERIALIZABLE)
+
+            @asynccontextmanager
+            async def given() -> AsyncIterator[Connection]:
+                yield own
+
+            def seen() -> tuple[object, ...]:
+                with aconnected(given, loop) as link:
+                    return link.raw.autocommit, link.raw.isolation_level
+
+            return await asyncio.to_thread(seen)
+
+    assert asyncio.run(main()) == (True, psycopg.IsolationLevel.SERIALIZABLE)

@@ -490,6 +490,28 @@ def test_a_member_that_never_leaves_does_not_keep_its_process_from_ending(inbox:
     assert process.exitcode == 0
 
 
+def test_a_member_that_has_lost_its_session_joins_anew_and_remembers_nothing(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processors, "LOOK_SECONDS", 600.0)
+    put(inbox, "1", key="k")
+    runner = saf.Processors(inbox, SUBSCRIPTION, Counter, lease_seconds=1.5)
+    with running(runner):
+        until(lambda: effects(inbox) == ["1"])
+        first = runner._membership
+        assert first is not None
+        with connect(inbox) as connection:
+            pid = first._link.raw.info.backend_pid
+            connection.execute("SELECT pg_terminate_backend(%s)", [pid])
+        until(lambda: first.lost)
+        put(inbox, "2", key="k")  # which ends its wait
+        until(lambda: runner._membership not in (first, None))
+        put(inbox, "3", key="k")
+        until(lambda: effects(inbox) == ["1", "2", "3"])
+    assert len(lives(inbox, "activate", "k")) == 2
+    assert stale(inbox) == []
+
+
 # Output
 
 

@@ -249,3 +249,17 @@ def test_shards_that_a_member_has_left_are_found(
             assert one.got == []
             member.leave(connection)
             one.gets("1")
+
+
+def test_a_batch_that_a_member_has_in_hand_gives_nobody_else_something_to_look_for(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with inbox.connect(role="test", autocommit=True) as connection, connected(inbox) as link:
+        subscription_id = Receiver(link, SUBSCRIPTION, saf.Policy(), 1).reader.subscription_id
+        member = Member(subscription_id=subscription_id, lease_seconds=60)
+        with idle(inbox, monkeypatch) as one:
+            member.join(connection)
+            member.balance(connection)
+            connection.execute("UPDATE saf.cursor SET open = pg_current_snapshot() WHERE shard = 1")
+            one.asked = 0
+            until(lambda: one.asked >= 3)
