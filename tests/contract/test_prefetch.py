@@ -568,3 +568,21 @@ def test_a_shard_with_nothing_for_this_service_is_left_without_a_batch_in_hand(i
         assert fetch(connection, "SELECT count(*) FROM saf.cursor WHERE open IS NOT NULL") == [(0,)]
         moved = "SELECT count(*) FROM saf.cursor WHERE batch > 0"
         assert fetch(connection, moved) == [(1,)]
+
+
+def test_a_table_that_is_locked_when_more_is_to_be_read_ahead_is_waited_for_within_the_bound(
+    filled: Dsn,
+) -> None:
+    with connected(filled) as link:
+        object.__setattr__(link, "lock_seconds", 0.5)
+        link.raw.execute("SET statement_timeout = '20s'")
+        receiver = Receiver(link, SUBSCRIPTION, saf.Policy(), 1)
+        got = take(receiver, 2)
+        while not receiver._prefetch.is_used_up:
+            got += take(receiver, 1)
+        with connect(filled) as other, other.transaction():
+            other.execute("LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE")
+            receiver._look_at = time.monotonic() + 60
+            with pytest.raises(Unavailable, match="lock timeout"):
+                take(receiver, 1)
+        assert got + rest(receiver) == numbers(60)

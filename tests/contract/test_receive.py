@@ -889,3 +889,17 @@ def test_a_shard_that_a_member_takes_while_it_is_claimed_is_the_members(inbox: D
         finally:
             connection.execute("SELECT pg_advisory_unlock(1)")
         assert found.result() is None
+
+
+def test_who_fails_again_with_its_shard_handed_out_more_carefully_has_failed_once(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1", "2", "3", key="k")
+    seen: list[list[tuple[str, int]]] = []
+    for fails in (True, False, True, False):
+        let_keys_be_due(inbox)
+        with suppress(ZeroDivisionError), saf.receive(inbox, SUBSCRIPTION) as delivery:
+            seen.append([(message.text(), message.attempt) for message in delivery])
+            if fails:
+                raise ZeroDivisionError
+    assert seen == [[("1", 1), ("2", 1), ("3", 1)], [("1", 2)], [("2", 1), ("3", 1)], [("2", 2)]]
