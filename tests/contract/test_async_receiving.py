@@ -29,9 +29,9 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.errors import StopTimeout, UsageError
 from saf.receiving import link
-from saf.receiving.asynchronous import EventLoop
+from saf.receiving.asynchronous import EventLoop, aconnected
 from saf.receiving.inbox import inbox_status
-from saf.receiving.worker import Detached
+from saf.receiving.worker import Detached, OwnLoop
 from saf.signing.signer import Key
 from tests import dialogs
 from tests.pipeline import connect
@@ -693,9 +693,9 @@ def test_what_a_handler_sends_is_sent_if_its_work_commits(inbox: Dsn) -> None:
 
 def test_a_worker_runs_in_the_applications_own_event_loop(inbox: Dsn) -> None:
     store(inbox, 5, 4)
+    waiter = Waiter(inbox, concurrency=5)
 
     async def main() -> None:
-        waiter = Waiter(inbox, concurrency=5)
         loops: set[object] = set()
         waiter.worker.handler("noted")(waiter.handle)
 
@@ -718,6 +718,8 @@ def test_a_worker_runs_in_the_applications_own_event_loop(inbox: Dsn) -> None:
     asyncio.run(main())
     assert effects(inbox)[-1] == "drained"
     assert unread(inbox) == 0
+    put(inbox, "without it")
+    assert waiter.worker.run(drain=True) == 1
 
 
 def test_threads_for_calls_that_may_hang_end_with_their_event_loop() -> None:
@@ -726,6 +728,29 @@ def test_threads_for_calls_that_may_hang_end_with_their_event_loop() -> None:
     threads.shutdown()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_what_tasks_do_at_their_end_is_done_before_the_event_loop_of_the_process_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("saf.receiving.worker.END_SECONDS", 60.0)
+    done: list[bool] = []
+    begun = threading.Event()
+
+    async def task() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(0.1)
+            done.append(True)
+
+    own = OwnLoop()
+    asyncio.run_coroutine_threadsafe(task(), own.loop)
+    assert begun.wait(60)
+    del own
+    gc.collect()
+    assert done == [True]
 
 
 def test_a_call_that_is_under_way_as_the_handlers_are_cancelled_calls_none() -> None:
@@ -1066,3 +1091,22 @@ def test_a_processor_cannot_be_async() -> None:
 
 
 _: Callable[..., Coroutine[Any, Any, None]] = aeffect
+
+
+def test_a_connection_beside_that_of_asyncio_is_set_as_that_one(inbox: Dsn) -> None:
+    async def main() -> tuple[object, ...]:
+        loop = EventLoop(asyncio.get_running_loop())
+        async with await psycopg.AsyncConnection.connect(inbox.conninfo, autocommit=True) as own:
+            await own.set_isolation_level(psycopg.IsolationLevel.SERIALIZABLE)
+
+            @asynccontextmanager
+            async def given() -> AsyncIterator[Connection]:
+                yield own
+
+            def seen() -> tuple[object, ...]:
+                with aconnected(given, loop) as link:
+                    return link.raw.autocommit, link.raw.isolation_level
+
+            return await asyncio.to_thread(seen)
+
+    assert asyncio.run(main()) == (True, psycopg.IsolationLevel.SERIALIZABLE)

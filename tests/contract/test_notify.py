@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 import time
 from pathlib import Path
 
@@ -138,3 +139,21 @@ def test_of_several_threads_that_fail_alike_the_next_run_hears_nothing(inbox: Ds
 def test_an_inbox_notifies_nobody_unless_it_is_told_to(mom: Dsn) -> None:
     with connect(mom) as connection:
         assert fetch(connection, notify.IS_ON) == [(False,)]
+
+
+def test_a_trigger_of_the_application_is_not_taken_for_the_one_that_notifies(inbox: Dsn) -> None:
+    with connect(inbox) as connection:
+        connection.execute(
+            "CREATE TRIGGER own BEFORE UPDATE ON saf.inbox FOR EACH ROW "
+            "EXECUTE FUNCTION suppress_redundant_updates_trigger()"
+        )
+        assert notify.listen_if_it_notifies(connection)
+        assert fetch(connection, "SELECT pg_listening_channels()") == [("saf_inbox",)]
+
+
+def test_who_is_not_notified_waits_for_as_long_as_it_was_told(inbox: Dsn) -> None:
+    with connect(inbox) as connection:
+        connection.execute(notify.LISTEN)
+        began = time.monotonic()
+        notify.await_notification(connection, 3 * notify.TICK_SECONDS, threading.Event())
+        assert time.monotonic() - began >= 3 * notify.TICK_SECONDS

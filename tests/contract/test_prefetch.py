@@ -17,7 +17,7 @@ import pytest
 
 import saf
 from saf.broker.services import create_subscription
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.errors import Unavailable, UsageError
 from saf.operating import decide
 from saf.operating.maintenance import purge_broker
@@ -552,3 +552,37 @@ def test_a_table_that_is_locked_while_messages_are_read_ahead_is_waited_for_with
             with pytest.raises(Unavailable, match="lock timeout"):
                 take(receiver, 1)
         assert rest(receiver) == numbers(60)[10:]
+
+
+def test_a_shard_with_nothing_for_this_service_is_left_without_a_batch_in_hand(inbox: Dsn) -> None:
+    with connect(inbox) as connection:
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, key, body) VALUES ('another', 'k', '1')"
+        )
+    with receiving(inbox) as receiver:
+        receiver._prefetch.committed(receiver.max_messages)
+        assert receiver._prefetch.is_used_up
+        with receiver.link.transaction():
+            receiver._prefetch.read(receiver.link.raw, receiver.reader)
+    with connect(inbox) as connection:
+        assert fetch(connection, "SELECT count(*) FROM saf.cursor WHERE open IS NOT NULL") == [(0,)]
+        moved = "SELECT count(*) FROM saf.cursor WHERE batch > 0"
+        assert fetch(connection, moved) == [(1,)]
+
+
+def test_a_table_that_is_locked_when_more_is_to_be_read_ahead_is_waited_for_within_the_bound(
+    filled: Dsn,
+) -> None:
+    with connected(filled) as link:
+        object.__setattr__(link, "lock_seconds", 0.5)
+        link.raw.execute("SET statement_timeout = '20s'")
+        receiver = Receiver(link, SUBSCRIPTION, saf.Policy(), 1)
+        got = take(receiver, 2)
+        while not receiver._prefetch.is_used_up:
+            got += take(receiver, 1)
+        with connect(filled) as other, other.transaction():
+            other.execute("LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE")
+            receiver._look_at = time.monotonic() + 60
+            with pytest.raises(Unavailable, match="lock timeout"):
+                take(receiver, 1)
+        assert got + rest(receiver) == numbers(60)

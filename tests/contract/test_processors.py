@@ -23,6 +23,7 @@ from saf.broker.migrate import migrate
 from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.receiving import loop, processors
+from saf.receiving.membership import Membership
 from tests.pipeline import connect
 from tests.processes import start, wait
 from tests.processors import Counter, Poisoned, Unlucky, lives, member, prepare_processors, stale
@@ -476,6 +477,39 @@ class Sleeper(Counter):
         super().count(message, connection)
         if message.body == b"2":
             time.sleep(0.7)  # less than the lease; it is stopped meanwhile
+
+
+def joins(inbox: Dsn) -> None:
+    Membership(inbox, 1, 60.0)
+
+
+def test_a_member_that_never_leaves_does_not_keep_its_process_from_ending(inbox: Dsn) -> None:
+    process = start(joins, inbox)
+    process.join(20)
+    process.kill()
+    assert process.exitcode == 0
+
+
+def test_a_member_that_has_lost_its_session_joins_anew_and_remembers_nothing(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processors, "LOOK_SECONDS", 600.0)
+    put(inbox, "1", key="k")
+    runner = saf.Processors(inbox, SUBSCRIPTION, Counter, lease_seconds=1.5)
+    with running(runner):
+        until(lambda: effects(inbox) == ["1"])
+        first = runner._membership
+        assert first is not None
+        with connect(inbox) as connection:
+            pid = first._link.raw.info.backend_pid
+            connection.execute("SELECT pg_terminate_backend(%s)", [pid])
+        until(lambda: first.lost)
+        put(inbox, "2", key="k")  # which ends its wait
+        until(lambda: runner._membership not in (first, None))
+        put(inbox, "3", key="k")
+        until(lambda: effects(inbox) == ["1", "2", "3"])
+    assert len(lives(inbox, "activate", "k")) == 2
+    assert stale(inbox) == []
 
 
 # Output

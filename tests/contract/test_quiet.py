@@ -13,6 +13,7 @@ import pytest
 
 import saf
 from saf import database
+from saf.broker.services import create_subscription
 from saf.database import Dsn
 from saf.log.shards import Member
 from saf.operating import decide
@@ -53,11 +54,13 @@ class Idle:
 
 
 @contextmanager
-def idle(inbox: Dsn, monkeypatch: pytest.MonkeyPatch) -> Iterator[Idle]:
+def idle(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch, subscription: str = SUBSCRIPTION
+) -> Iterator[Idle]:
     """A receiver that found nothing some time ago."""
     still_quiet = Receiver._still_quiet
     with connected(inbox) as link:
-        one = Idle(Receiver(link, SUBSCRIPTION, saf.Policy(first_wait_seconds=0.0), 10))
+        one = Idle(Receiver(link, subscription, saf.Policy(first_wait_seconds=0.0), 10))
 
         def counted(self: Receiver) -> bool:
             still = still_quiet(self)
@@ -86,6 +89,9 @@ def test_while_nothing_changes_it_looks_for_nothing_to_claim(
         return look(*arguments)
 
     monkeypatch.setattr(claim, "claim", counted)
+    put(inbox, "0")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        assert len(delivery) == 1
     with idle(inbox, monkeypatch) as one:
         before = len(looks)
         until(lambda: one.asked >= 4)
@@ -170,6 +176,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_while_nobody_writes_it_asks_for_the_snapshot_only(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch, asked: list[str]
 ) -> None:
+    put(inbox, "dead", "blocked", key="k")
+    with saf.receive(inbox, SUBSCRIPTION, policy=saf.Policy(block=True)) as delivery:
+        delivery.reject(delivery[0], "never")
     with idle(inbox, monkeypatch) as one:
         until(lambda: asked[-3:] == [polling.SNAPSHOT] * 3)
         put(inbox, "1")
@@ -208,12 +217,14 @@ def test_a_lane_that_becomes_due_is_found_though_nobody_writes(
 def test_what_another_had_in_hand_all_the_time_is_found(
     inbox: Dsn, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
+    with connect(inbox) as connection:  # the second one: not the first that is found by its id
+        create_subscription(connection, "second", service=SUBSCRIPTION)
     put(inbox, "1", "2", key="k")
     with connected(inbox) as link, ExitStack() as in_hand:
         in_hand.enter_context(suppress(ZeroDivisionError))
-        other = Receiver(link, SUBSCRIPTION, saf.Policy(), 1)
+        other = Receiver(link, "second", saf.Policy(), 1)
         assert in_hand.enter_context(other.delivery())
-        with idle(inbox, monkeypatch) as one:
+        with idle(inbox, monkeypatch, "second") as one:
             if fails:
                 in_hand.callback(raises)
             in_hand.close()
@@ -238,3 +249,17 @@ def test_shards_that_a_member_has_left_are_found(
             assert one.got == []
             member.leave(connection)
             one.gets("1")
+
+
+def test_a_batch_that_a_member_has_in_hand_gives_nobody_else_something_to_look_for(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with inbox.connect(role="test", autocommit=True) as connection, connected(inbox) as link:
+        subscription_id = Receiver(link, SUBSCRIPTION, saf.Policy(), 1).reader.subscription_id
+        member = Member(subscription_id=subscription_id, lease_seconds=60)
+        with idle(inbox, monkeypatch) as one:
+            member.join(connection)
+            member.balance(connection)
+            connection.execute("UPDATE saf.cursor SET open = pg_current_snapshot() WHERE shard = 1")
+            one.asked = 0
+            until(lambda: one.asked >= 3)

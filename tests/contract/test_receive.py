@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -50,6 +51,7 @@ from tests.receivers import (
     worker,
 )
 from tests.tiers import sized
+from tests.waits import blocked, until
 
 POINTS = ("receive_read", "receive_handled", "receive_settled", "receive_committed")
 every_postgresql = pytest.mark.every_postgresql
@@ -822,3 +824,82 @@ def test_an_engine_that_commits_each_statement_is_refused(inbox: Dsn) -> None:
     with pytest.raises(UsageError, match="in AUTOCOMMIT"), saf.receive(engine, SUBSCRIPTION):
         pass
     engine.dispose()
+
+
+def test_a_message_that_fails_alone_makes_nobody_careful_with_its_shard(inbox: Dsn) -> None:
+    put(inbox, "1", key="k")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        delivery.park(delivery[0], "not yet")
+    let_keys_be_due(inbox)
+    with suppress(ZeroDivisionError), saf.receive(inbox, SUBSCRIPTION) as delivery:
+        assert delivery[0].attempt == 2
+        raise ZeroDivisionError
+    with connect(inbox) as connection:
+        noted = fetch(connection, "SELECT allowance FROM saf.cursor WHERE allowance IS NOT NULL")
+    assert noted == []
+
+
+def test_an_error_that_is_none_of_the_message_makes_no_dead_letter(
+    inbox: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_lane = reading.read_lane
+
+    def fails(*arguments: Any) -> None:
+        read_lane(*arguments)
+        raise psycopg.errors.QueryCanceled("statement timeout")
+
+    put(inbox, "1", key="k")
+    with saf.receive(inbox, SUBSCRIPTION) as delivery:
+        delivery.park(delivery[0], "not yet")
+    let_keys_be_due(inbox)
+    policy = saf.Policy(max_attempts=1)  # as if the last attempt had ended its process
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "read_lane", fails)
+        with pytest.raises(psycopg.errors.QueryCanceled):
+            receive_all(inbox, policy=policy)
+    assert (dead(inbox), len(waiting(inbox))) == ([], 1)
+
+
+SLOW_RANDOM = """
+CREATE SCHEMA slow;
+CREATE FUNCTION slow.random() RETURNS float8 LANGUAGE plpgsql AS $$
+BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN 0.5; END $$
+"""
+
+
+def test_a_shard_that_a_member_takes_while_it_is_claimed_is_the_members(inbox: Dsn) -> None:
+    """A claim has seen that it is free, and is about to lock it."""
+    put(inbox, "1", key="k")
+    with connect(inbox) as connection, connected(inbox) as link, ThreadPoolExecutor(1) as thread:
+        connection.execute(SLOW_RANDOM)
+        reader = Receiver(link, SUBSCRIPTION, saf.Policy(), 1).reader
+        member = Member(subscription_id=reader.subscription_id, lease_seconds=60)
+
+        def claimed() -> hand.Hand | None:
+            with link.transaction():
+                link.raw.execute("SET LOCAL search_path = slow, pg_catalog")
+                return claim.claim(link.raw, reader, 1)
+
+        connection.execute("SELECT pg_advisory_lock(1)")
+        try:
+            found = thread.submit(claimed)
+            until(lambda: blocked(connection) == 1)
+            member.join(connection)
+            member.balance(connection)
+        finally:
+            connection.execute("SELECT pg_advisory_unlock(1)")
+        assert found.result() is None
+
+
+def test_who_fails_again_with_its_shard_handed_out_more_carefully_has_failed_once(
+    inbox: Dsn,
+) -> None:
+    put(inbox, "1", "2", "3", key="k")
+    seen: list[list[tuple[str, int]]] = []
+    for fails in (True, False, True, False):
+        let_keys_be_due(inbox)
+        with suppress(ZeroDivisionError), saf.receive(inbox, SUBSCRIPTION) as delivery:
+            seen.append([(message.text(), message.attempt) for message in delivery])
+            if fails:
+                raise ZeroDivisionError
+    assert seen == [[("1", 1), ("2", 1), ("3", 1)], [("1", 2)], [("2", 1), ("3", 1)], [("2", 2)]]

@@ -21,6 +21,7 @@ from saf.operating.decide import discard
 from saf.routing.routers import add_router, enable_router
 from saf.routing.routes import add_route, remove_route
 from saf.routing_service import RoutingService
+from saf.setaside.dropped import dropped
 from saf.setaside.selection import DeadLetters
 from saf.testing.clock import let_time_pass
 from tests import classifiers
@@ -265,6 +266,8 @@ def test_what_is_said_after_the_other_side_has_ended_is_dropped_as_it_would_be_t
     assert said(receive(hub.app, SHOP)) == ["last words", END]
     assert receive(hub.ewr, "EWR") == []
     assert (dead(hub.hub), waiting(hub.hub)) == ([], [])
+    with connect(hub.hub) as connection:
+        assert [(one.reason, one.messages) for one in dropped(connection)] == [("ended", 1)]
 
 
 def test_a_dialog_that_was_silent_for_long_goes_on_where_it_was(hub: Hub) -> None:

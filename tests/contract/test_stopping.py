@@ -461,3 +461,21 @@ def test_a_second_signal_ends_the_process_at_once_whichever_it_is(first: str, se
     )
     assert done.stdout == "told\n"
     assert "KeyboardInterrupt" in done.stderr
+
+
+@pytest.mark.parametrize(("told", "hurried"), [(None, 0.0), (600.0, 0.0), (0.0, 600.0)])
+def test_who_is_hurried_ends_at_the_earlier_of_two_deadlines(
+    told: float | None, hurried: float
+) -> None:
+    stopping = Stopping(told or 0.0)
+    if told is not None:
+        stopping.tell()
+    stopping.hurry(hurried)
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait, args=[20.0])
+    try:
+        with pytest.raises(StopTimeout):
+            stopping.run([thread])
+    finally:
+        ends.set()
+        thread.join()
