@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from saf.database import Dsn
 from saf.log.side import open_side
 from saf.operating import decide
 from saf.operating.repair.reconcile import Outcome, reconcile
+from saf.routing.routes import add_topic
 from saf.setaside.dropped import Reason, add
 from saf.setaside.selection import DeadLetters
+from tests.destinations import send_to
 from tests.pipeline import Cycle, connect, forward, forwarding_rules, send, stores
 from tests.ring import leave_slot
 
@@ -83,8 +87,20 @@ def test_since_is_included_and_until_is_not(app: Dsn, mom: Dsn) -> None:
     forward(app, mom=mom)
     outcome = compare(app, mom, since=NOON, until=NOON + timedelta(minutes=2))
     assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
+    outcome = compare(app, mom, until=NOON + timedelta(minutes=2))
+    assert outcome.range.since is None, "nothing was purged, however old it is"
+    assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
     outcome = compare(app, mom, since=NOON + timedelta(minutes=1))
     assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
+
+
+def test_since_that_was_given_counts_although_the_log_was_purged(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        leave_slot(connection)
+        connection.execute("TRUNCATE saf.outbox_0")
+    assert compare(app, mom).range.purged
+    given = compare(app, mom, since=NOON).range
+    assert (given.since, given.purged) == (NOON, ())
 
 
 def test_a_log_that_has_left_a_slot_was_not_purged_and_one_whose_slot_is_empty_was(
@@ -117,6 +133,20 @@ def test_what_was_retried_is_not_given_up_and_so_may_be_lost(app: Dsn, mom: Dsn)
         assert counts(compare(app, mom)) == {}
         store.execute("DELETE FROM saf.inbox")
         assert counts(compare(app, mom)) == {"lost": 1}
+
+
+@pytest.mark.parametrize("service", ["billing", "news"])
+def test_beside_topics_a_lost_message_is_found_and_so_is_one_of_a_topic(
+    app: Dsn, mom: Dsn, service: str
+) -> None:
+    with connect(app) as connection, connect(mom) as store:
+        add_topic(connection, "news")
+        send_to(connection, service, "x")
+        forward(app, mom=mom)
+        before = compare(app, mom)
+        assert (total(before, "stored"), counts(before)) == (1, {})
+        store.execute("DELETE FROM saf.inbox")
+    assert counts(compare(app, mom)) == {"lost": 1}
 
 
 def test_what_other_sources_have_stored_there_is_theirs(
