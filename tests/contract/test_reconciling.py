@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-import pytest
-
 from saf.database import Dsn
 from saf.log.side import open_side
 from saf.operating import decide
 from saf.operating.repair.reconcile import Outcome, reconcile
-from saf.routing.routes import add_topic
 from saf.setaside.dropped import Reason, add
 from saf.setaside.selection import DeadLetters
-from tests.destinations import send_to
 from tests.pipeline import Cycle, connect, forward, forwarding_rules, send, stores
 from tests.ring import leave_slot
 
@@ -133,20 +129,6 @@ def test_what_was_retried_is_not_given_up_and_so_may_be_lost(app: Dsn, mom: Dsn)
         assert counts(compare(app, mom)) == {}
         store.execute("DELETE FROM saf.inbox")
         assert counts(compare(app, mom)) == {"lost": 1}
-
-
-@pytest.mark.parametrize("service", ["billing", "news"])
-def test_beside_topics_a_lost_message_is_found_and_so_is_one_of_a_topic(
-    app: Dsn, mom: Dsn, service: str
-) -> None:
-    with connect(app) as connection, connect(mom) as store:
-        add_topic(connection, "news")
-        send_to(connection, service, "x")
-        forward(app, mom=mom)
-        before = compare(app, mom)
-        assert (total(before, "stored"), counts(before)) == (1, {})
-        store.execute("DELETE FROM saf.inbox")
-    assert counts(compare(app, mom)) == {"lost": 1}
 
 
 def test_what_other_sources_have_stored_there_is_theirs(

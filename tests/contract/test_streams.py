@@ -225,17 +225,6 @@ def test_rows_are_cut_across_the_parts_that_are_counted(
         assert stream.sizes == [size] * (30 // size) + [30 % size, 0]
 
 
-def test_a_query_takes_the_stream_of_a_broker_of_one_shard(app: Dsn) -> None:
-    with connect(app) as connection:
-        stream_log.create(connection, "it", "outbox", "lake", "beginning")
-        connection.execute("DELETE FROM saf.cursor WHERE shard > 0")
-        connection.execute("UPDATE saf.broker SET shards = 1")
-        number = find(connection, "it", "outbox", "lake")
-        known = state(connection, "it", "lake", number)
-        first = take_over(connection, known)
-        assert take_over(connection, known) == first + 1
-
-
 def test_as_many_bytes_as_are_asked_for_but_at_least_one_message(app: Dsn, config: Path) -> None:
     with connect(app) as connection:
         for size in (10, 10, 100, 10, 30, 30):
@@ -632,15 +621,6 @@ def test_a_stream_is_registered_shown_and_dropped_on_the_command_line(
     assert (missing.returncode, "no stream 'lake'" in missing.stderr) == (2, True)
     nobody = command("subscription", "drop", "forwarder", cwd=tmp_path)
     assert nobody.returncode == 2, "the forwarder's is not a stream's"
-
-
-def test_a_stream_is_dropped_by_its_name_and_the_others_stay(app: Dsn) -> None:
-    with connect(app) as connection:
-        for name in ("lake", "pond"):
-            stream_log.create(connection, "it", "outbox", name, "beginning")
-        drop(connection, "outbox", "lake")
-        left = [stream_log.logs(connection, name) for name in ("lake", "pond")]
-    assert left == [[], ["outbox"]]
 
 
 def test_of_several_streams_of_a_name_none_is_dropped_until_one_is_named(

@@ -20,10 +20,9 @@ from saf.operating import decide
 from saf.receiving import retries
 from saf.receiving.inbox import inbox_status
 from saf.receiving.summary import MOST_TYPES
-from saf.setaside.audit import audited
 from saf.setaside.selection import DeadLetters
 from saf.setaside.unhandled import unhandled
-from saf.setaside.waiting import retry_now, undecided
+from saf.setaside.waiting import retry_now
 from tests.pipeline import connect, let_time_pass
 from tests.programs import BIN, configuration, run
 from tests.query_plans import steps
@@ -166,8 +165,7 @@ def test_time_that_passes_and_an_operators_word_change_nothing_for_who_has_no_ha
     let_time_pass(inbox)
     old.drain()
     with connect(inbox) as connection:
-        assert retry_now(connection, why="it has waited for long") == 0
-        assert audited(connection) == (), "nothing was decided"
+        assert retry_now(connection) == 0
     old.drain()
     assert by_type(inbox) == {"New": (1, 1)}
     Of(inbox, "New").drain()
@@ -250,7 +248,6 @@ def test_a_dead_letter_that_is_retried_goes_before_what_waits_for_a_handler(inbo
     assert by_type(inbox) == {"New": (1, 1)}
     old.bad.clear()
     with connect(inbox) as connection:
-        assert undecided(connection) == 0, "its key waits for a handler, and not for a decision"
         decide.retry(connection, DeadLetters(), "the handler is mended")
     old.drain()
     assert effects(inbox) == ["1"]
