@@ -10,6 +10,7 @@ import pytest
 
 from saf.database import Dsn
 from saf.destinations.postgresql import inbox
+from saf.log import backlog
 from saf.log.shards import NEWEST
 from tests.pipeline import Cycle, connect, forwarding_rules, send
 
@@ -65,10 +66,12 @@ def test_versions_that_cannot_be_removed_are_not_looked_at(app: Dsn, mom: Dsn) -
 
         cursors = _pages(source, f"SELECT * FROM {NEWEST} AS c", ONE)
         plainly = _pages(source, PLAINLY, ONE)
+        figures = _pages(source, backlog.SHARDS)
         with there.transaction():
             watermarks = _pages(there, _lock(broker_id))
 
     # some pages of the index and one of the table for each, and one more for each lock
     assert cursors <= 5 * SHARDS
+    assert figures <= 6 * SHARDS
     assert watermarks <= 6 * SHARDS
     assert plainly > CYCLES * 2, "without this way of asking, each cycle adds to it"

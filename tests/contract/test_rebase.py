@@ -98,6 +98,37 @@ def test_what_was_not_in_the_batch_in_hand_is_not_taken_for_complete_by_its_posi
     assert bodies(mom) == ["early", "late"]
 
 
+def test_of_ids_that_were_given_twice_only_the_younger_message_gets_a_new_one(app: Dsn) -> None:
+    """What is pending and older keeps its id, and so its place before what is younger."""
+    with connect(app) as connection, app.connect(role="test") as late:
+        send(connection, "1")
+        with connection.transaction():
+            connection.execute("SELECT pg_current_xact_id()")
+            send(late, "2, of a younger transaction")
+            send(connection, "3")
+        late.commit()
+        fetch(connection, "SELECT setval('saf.outbox_id_seq', 3, false)")
+        send(connection, "3 as well")
+        rebased = rebase(connection, {})
+        assert rebased is not None
+        assert rebased.new_ids == 1
+
+
+def test_a_repair_waits_for_who_is_sending(app: Dsn) -> None:
+    with connect(app) as connection, app.connect(role="test") as sender:
+        send(sender, "not committed")
+        connection.execute("SET lock_timeout = 100")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            rebase(connection, {}, force=True)
+
+
+def test_where_there_are_no_messages_a_repair_rewrites_none(app: Dsn) -> None:
+    with connect(app) as connection:
+        rebased = rebase(connection, {}, force=True)
+    assert rebased is not None
+    assert rebased.rows == 0
+
+
 @pytest.mark.slow
 def test_the_restored_source_is_newer_than_any_owner_that_the_destination_has_heard_of(
     app: Dsn, mom: Dsn, server: EmbeddedServer

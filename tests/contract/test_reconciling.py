@@ -83,8 +83,20 @@ def test_since_is_included_and_until_is_not(app: Dsn, mom: Dsn) -> None:
     forward(app, mom=mom)
     outcome = compare(app, mom, since=NOON, until=NOON + timedelta(minutes=2))
     assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
+    outcome = compare(app, mom, until=NOON + timedelta(minutes=2))
+    assert outcome.range.since is None, "nothing was purged, however old it is"
+    assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
     outcome = compare(app, mom, since=NOON + timedelta(minutes=1))
     assert (total(outcome, "complete"), total(outcome, "stored")) == (2, 2)
+
+
+def test_since_that_was_given_counts_although_the_log_was_purged(app: Dsn, mom: Dsn) -> None:
+    with connect(app) as connection:
+        leave_slot(connection)
+        connection.execute("TRUNCATE saf.outbox_0")
+    assert compare(app, mom).range.purged
+    given = compare(app, mom, since=NOON).range
+    assert (given.since, given.purged) == (NOON, ())
 
 
 def test_a_log_that_has_left_a_slot_was_not_purged_and_one_whose_slot_is_empty_was(

@@ -94,6 +94,12 @@ def test_a_time_of_setting_aside_that_the_source_does_not_know_says_that_it_was_
         assert set_back(here, "mom", known(here=mark)).ahead == ahead
 
 
+def test_a_source_that_lacks_its_forwarders_cursors_was_set_back(here: Connection) -> None:
+    here.execute("DELETE FROM saf.subscription WHERE subscription_id = %s", [subscription(here)])
+    mark = Mark(batch=5, position=1, opened_at=NOON)
+    assert set_back(here, "mom", known(here=mark)).ahead == {HERE}
+
+
 def test_a_mark_that_is_higher_is_farther_and_one_that_is_lower_is_behind(
     here: Connection,
 ) -> None:

@@ -242,6 +242,14 @@ def test_what_is_not_accepted_is_answered_with_the_reason(
     assert stored(inbox) == []
 
 
+def test_a_body_has_one_mebibyte_where_nothing_else_is_said(inbox: Dsn) -> None:
+    app = saf.webhooks.inbox(inbox, "billing", secrets=[SECRET])
+    with serving(Partner(), app) as partner:
+        sizes = (1 << 20, (1 << 20) + 1)
+        answers = [send(partner.url, b"7" * size, ce_id=str(size))[0] for size in sizes]
+    assert answers == [204, 413]
+
+
 @pytest.mark.parametrize("name", ["id", "source", "type"])
 def test_an_event_without_a_text_that_it_needs_is_refused(name: str) -> None:
     """Also if the text is empty: then it identifies nothing."""

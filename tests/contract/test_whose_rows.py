@@ -19,8 +19,8 @@ from saf.destinations.marks import MAIN, Mark
 from saf.engine import acknowledged, kept_results
 from saf.errors import SafError
 from saf.log.cursor import Batch
-from saf.log.shards import Member, living
-from saf.receiving import reading, retries
+from saf.log.shards import NEWEST, Member, living
+from saf.receiving import inbox, reading, retries
 from saf.receiving.hand import Hand, Reader
 from saf.receiving.retries import Policy, Waiting
 from saf.setaside import backoff, dead, dropped, in_hand, parking, unhandled, waiting
@@ -512,6 +512,27 @@ def test_delayed_messages_are_due_when_the_first_of_their_own_reader_is(
     source.execute("DELETE FROM saf.parked WHERE id IN (1, 2)")
     retries.time_late(source, reader, [7])
     assert fetch(source, times) == [(second, "7", LATER + timedelta(hours=1))]
+
+
+def test_a_subscription_that_was_dropped_has_no_cursors(source: Connection, others: int) -> None:
+    source.execute("DELETE FROM saf.subscription WHERE subscription_id = %s", [others])
+    found = fetch(source, f"SELECT FROM {NEWEST} AS c", {"subscription_id": others})
+    assert found == [], "and none of the one before it"
+
+
+def test_the_last_answer_to_a_message_is_its_own(source: Connection, others: int) -> None:
+    for number in (1, 2):
+        source.execute(
+            "INSERT INTO saf.inbox (to_service, message_id, body) VALUES ('billing', %s, '')",
+            [UUID(int=number)],
+        )
+    source.execute(
+        "INSERT INTO saf.attempt (subscription_id, message_id, seconds, outcome, error) "
+        "VALUES (%s, %s, 1, 'failed', 'busy')",
+        [others, UUID(int=2)],
+    )
+    found = [(one.message_id.int, one.last_answer) for one in inbox.peek(source, "billing")]
+    assert found == [(1, None), (2, "busy")]
 
 
 # Marks that a source remembers

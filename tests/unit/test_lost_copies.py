@@ -112,6 +112,20 @@ def test_what_no_destination_has_is_lost_and_is_not_uncertain_as_well() -> None:
         assert [one.kind for one in found] == kinds
 
 
+def test_a_difference_has_the_address_at_which_it_shows() -> None:
+    """A router led the message to the topic: one destination has it twice, and one has lost it."""
+    rows = [entry("complete", service="orders"), *[entry("stored", "mom")] * 2]
+    nothing = Unread(destinations=frozenset())
+    found = _judged(rows, frozenset({"news"}), copies(LACKS), nothing)
+    assert [(one.kind, one.service) for one in found] == [("duplicate", "orders"), ("lost", "news")]
+
+
+def test_routes_that_led_there_once_are_enough_for_a_message_to_be_there() -> None:
+    for routes, may_have in (([TOPIC, ALONE], True), ([ALONE, TOPIC], True), ([ALONE], False)):
+        unread = Unread(destinations=frozenset({"erp"}), routes=routes)
+        assert unread.may_have(entry("complete")) == may_have
+
+
 @pytest.mark.parametrize(
     ("backup", "gap"),
     [(None, (None, NOON)), (after(-1), (after(-1), NOON)), (NOON, None), (after(1), None)],

@@ -41,6 +41,13 @@ def test_a_timestamp_that_is_no_number_of_seconds_is_refused(timestamp: str) -> 
         stated({**signed(NOW), "webhook-timestamp": timestamp}, now=NOW)
 
 
+def test_a_signature_of_another_length_is_refused_before_the_body_is_received() -> None:
+    headers = signed(NOW)
+    for other in (headers["webhook-signature"][:-1], headers["webhook-signature"] + "=", "v1,"):
+        with pytest.raises(NotVerified, match="no signature in it is right"):
+            stated({**headers, "webhook-signature": other}, now=NOW)
+
+
 def test_a_signature_covers_the_id_the_time_and_the_body() -> None:
     headers = signed(NOW)
     for changed in ({"webhook-id": "other"}, {"webhook-timestamp": str(NOW + 1)}):
