@@ -14,6 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from saf.database import Dsn
+from saf.database.background import Background
 from saf.receiving.dispatch import dispatcher as running
 from saf.receiving.dispatch.dispatcher import Dispatcher
 from saf.receiving.dispatch.http import Client
@@ -117,9 +118,9 @@ def test_an_endpoint_that_is_found_after_a_stop_does_not_begin(
     inbox: Dsn, partner: Partner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, stopped = threading.Event(), threading.Event()
-    dismiss = running.Background.dismiss
+    dismiss = Background.dismiss
 
-    def dismissed(finding: running.Background) -> None:
+    def dismissed(finding: Background) -> None:
         stopped.set()
         dismiss(finding)
 
@@ -133,7 +134,7 @@ def test_an_endpoint_that_is_found_after_a_stop_does_not_begin(
         until(lambda: partner.in_flight == 1)
         stop()
 
-    monkeypatch.setattr(running.Background, "dismiss", dismissed)
+    monkeypatch.setattr(Background, "dismiss", dismissed)
     partner.after(60)
     put(inbox, "1", key="a")
     one = dispatcher(inbox, partner, timeout_seconds=60)
