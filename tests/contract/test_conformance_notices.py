@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from saf.destinations import Chunk, Destination, Refusal, Stored
+from saf.destinations import Chunk, Destination, Reading, Refusal, Stored
 from saf.destinations.jsonl import Jsonl
 from saf.destinations.jsonl.folder import Folder
-from saf.errors import Fenced, SafError
+from saf.errors import CannotReadBack, Fenced, SafError
 from saf.testing.conformance import DestinationConformance, Forwarder
 from saf.testing.forwarder import all_stored
 from tests.json_lines import lines
@@ -115,9 +116,10 @@ def test_a_defect_is_noticed(
 
 def test_what_a_kind_says_that_it_can_and_cannot_is_noticed(tmp_path: Path) -> None:
     class Boastful(Jsonl):
-        capabilities = replace(Jsonl.capabilities, reads_back=False)
+        def reading(self, name: str) -> AbstractContextManager[Reading]:
+            raise CannotReadBack(name, "it is full")
 
-    with pytest.raises(pytest.fail.Exception):
+    with pytest.raises(CannotReadBack):
         DestinationConformance().test_what_it_holds_can_be_compared(
             Boastful(folder=tmp_path), Forwarder()
         )

@@ -104,6 +104,7 @@ def test_an_answer_of_the_server_itself_is_none_of_who_listens(
 
 def test_a_connection_that_its_client_has_closed_without_a_word_is_noticed(events: Nats) -> None:
     connection = Connection("events", events)
+    before = connection._client._status
     try:
         connection._client._status = connection._client.CLOSED
         begun = time.monotonic()
@@ -111,6 +112,7 @@ def test_a_connection_that_its_client_has_closed_without_a_word_is_noticed(event
             connection.receive()
         assert time.monotonic() - begun < events.bounds.statement_seconds / 2
     finally:
+        connection._client._status = before  # so that it closes its socket
         connection.close()
 
 
