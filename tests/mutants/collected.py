@@ -14,20 +14,20 @@ from __future__ import annotations
 import gc
 import json
 import os
-import select
 import signal
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, NoReturn
 
 import pytest
 
-GRACE_SECONDS = 20.0
-"""Time that an interrupted run has to end before it is killed."""
+from tests.mutants.warm import waited
+
+NOT_RUN = 70
+"""Exit code if the tests could not be run; other than pytest's own."""
 
 Where = tuple[str, int]
 """Qualified name and first line of a function."""
@@ -63,20 +63,7 @@ def _run(
     child = os.fork()
     if child == 0:
         _become(session, chosen, functions, given)
-    descriptor = os.pidfd_open(child)
-    try:
-        # nothing is said meanwhile; if the other end is gone, the run is over too
-        ended = descriptor in select.select([descriptor, requests], [], [], given["seconds"])[0]
-        for number in () if ended else (signal.SIGINT, signal.SIGKILL):
-            with suppress(ProcessLookupError):
-                os.killpg(child, number)
-            if select.select([descriptor], [], [], GRACE_SECONDS)[0]:
-                break
-    finally:
-        os.close(descriptor)
-    _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status) if ended else None
-    return {"code": code, "seconds": time.monotonic() - began}
+    return waited(child, began, given["seconds"], requests)
 
 
 def _become(
@@ -88,7 +75,7 @@ def _become(
     """Be the process of one mutant, with all that it starts in a session of its own."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    code = 70
+    code = NOT_RUN
     try:
         with Path(given["said"]).open("w") as said:
             _patch(functions.get(given["file"], {}), given["before"], given["after"])

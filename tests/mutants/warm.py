@@ -40,10 +40,17 @@ def _run(given: dict[str, Any]) -> dict[str, Any]:
     child = os.fork()
     if child == 0:
         _become(given)
+    return waited(child, began, given["seconds"], sys.stdin)
+
+
+def waited(child: int, began: float, seconds: float, requests: Any) -> dict[str, Any]:
+    """Return the exit code of a run (None: it hung) and its seconds; end a run that takes longer.
+
+    If the other end of ``requests`` is gone, the run is over too: nothing arrives before its end.
+    """
     descriptor = os.pidfd_open(child)
     try:
-        # nothing is said meanwhile; if the other end is gone, the run is over too
-        ended = descriptor in select.select([descriptor, sys.stdin], [], [], given["seconds"])[0]
+        ended = descriptor in select.select([descriptor, requests], [], [], seconds)[0]
         for number in () if ended else (signal.SIGINT, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(child, number)
