@@ -46,6 +46,8 @@ class Work:
     batch: Batch
     routes: Routes
     """The routes that were frozen with the batch."""
+    new: bool = False
+    """Whether no task has had the batch before."""
     much: bool = False
     """Whether the work is large enough for more than one task."""
     deep: bool = False

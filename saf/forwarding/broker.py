@@ -254,6 +254,7 @@ class SourceBroker:
             since = vouched_since(connection)
             work = [self._work(connection, batch, since) for batch in [*owned.in_hand, *opened]]
             little = opened if new <= LITTLE else []
+            work = [replace(item, new=item.batch in opened) for item in work]
             return [
                 item if item.batch in little else self._sized(connection, item)
                 for item in work

@@ -1,0 +1,338 @@
+"""Little work: the few messages of a new batch, forwarded by three statements.
+
+    read      at the source: the messages, each column as one array, and the marks that the source
+              remembers
+    store     at the destination: if its marks are the same, move them and insert the messages
+    settle    at the source: close the batch, and remember the moved marks
+
+This is a short cut of `saf.engine.task` for batches about which nothing must be decided. All
+messages go to one PostgreSQL destination, exactly once; none waits, has expired, is addressed to a
+broker or was sent by a checked sender; both sides agree about each mark; and nothing is traced.
+Arrays pass from one database to the other as they are, so no Python runs per message.
+
+In all other cases, and after any failure, `forward` returns None, and the task forwards the batch.
+It reads the same messages again, because a batch never changes, and decides what this module
+leaves open. If the messages were stored here and the answer got lost, the destination drops them
+then, as after a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeVar
+from uuid import UUID
+
+import psycopg
+from psycopg import adapt, pq
+from psycopg.abc import AdaptContext
+from psycopg.rows import dict_row
+
+from saf.broker import health
+from saf.columns import COLUMNS, IN_TABLES
+from saf.database import LOST, REVISION, Dsn, array, check_schema, connections, of_broker
+from saf.destinations.postgresql import IDENTITY, Postgresql
+from saf.engine.work import ForwardingRules, Receipt, Receipts, Work, add_services
+from saf.errors import SafError
+from saf.failpoints import fail_point
+from saf.limits import READABLE
+from saf.log import lineage
+from saf.log.cursor import MINE, RELAXED
+from saf.log.read import BY_INDEX, IN_BATCH, since_shown
+from saf.log.shards import LAST
+from saf.message import VERIFIED_FROM
+from saf.routing.matching import EXACTLY_ONCE
+from saf.telemetry import tracing
+
+MOST_BYTES = 4 << 20
+"""Largest total size of the bodies and headers of a batch, in bytes."""
+
+# Statements of such a session are planned once, whatever the tables contain at that time
+PLANS = f"""
+{BY_INDEX}; SET enable_hashjoin = off; SET enable_mergejoin = off;
+SET plan_cache_mode = force_generic_plan
+"""
+
+DURABLE = """
+SELECT CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+            THEN set_config('synchronous_commit', 'on', false) END
+"""
+
+_ROWS = since_shown(
+    "saf.outbox", shards="= ANY (%(shards)s::smallint[])", done="%(done)s::pg_snapshot"
+)
+_ARRAYS = ", ".join(f"array_agg({column}) AS {column}" for column in COLUMNS)
+
+# Whether nothing must be decided about a message. Sizes are known without reading values.
+_PLAIN = f"""
+{READABLE} AND octet_length(body) <= %(max_bytes)s AND to_broker IS NULL
+AND (expires_at IS NULL OR expires_at > %(opened_at)s)
+AND (headers IS NULL OR headers::text NOT LIKE '%%"{VERIFIED_FROM}":%%')
+"""
+
+# No row if the task is needed
+READ = f"""
+WITH rows AS MATERIALIZED (
+    SELECT * FROM ({_ROWS}) AS since WHERE {IN_BATCH.format(open="%(open)s")}
+), suited AS MATERIALIZED (
+    SELECT FROM rows
+    HAVING count(*) BETWEEN 1 AND %(most)s AND count(DISTINCT id) = count(*) AND bool_and({_PLAIN})
+       AND sum(octet_length(body) + coalesce(pg_column_size(headers), 0)) <= %(most_bytes)s
+), places AS (
+    SELECT array_agg(p.shard) AS place_shards, array_agg(h.epoch) AS place_epochs,
+           array_agg(h.aside) AS place_asides, array_agg(p.last) AS place_last,
+           array_agg(a.batch) AS known_batches, array_agg(a.position) AS known_positions,
+           array_agg(a.opened_at) AS known_moments, bool_and(a.batch IS NOT NULL) AS known
+    FROM (SELECT shard, max(id) AS last FROM rows GROUP BY shard ORDER BY shard) AS p
+    JOIN unnest(%(shards)s::smallint[], %(epochs)s::bigint[], %(asides)s::timestamptz[])
+        AS h (shard, epoch, aside) ON h.shard = p.shard
+    LEFT JOIN LATERAL (
+        SELECT * FROM saf.acknowledged
+        WHERE (destination, lane, shard, batch) <= (%(destination)s, '', p.shard, {LAST})
+        ORDER BY destination DESC, lane DESC, shard DESC, batch DESC LIMIT 1
+    ) AS a ON a.destination = %(destination)s AND a.lane = '' AND a.shard = p.shard
+), services AS (
+    SELECT jsonb_object_agg(to_service, messages) AS counts
+    FROM (SELECT to_service, count(*) AS messages FROM rows GROUP BY to_service) AS counted
+), messages AS (
+    SELECT {_ARRAYS} FROM (SELECT * FROM rows ORDER BY id) AS ordered
+)
+SELECT counts, places.*, messages.*
+FROM suited, places, services, messages WHERE known
+"""
+
+_PLACES = """
+unnest(%(place_shards)s, %(place_epochs)s, %(place_asides)s, %(place_last)s, %(known_batches)s,
+       %(known_positions)s, %(known_moments)s)
+    AS p (shard, epoch, aside, last, batch, position, opened_at)
+"""
+_THE_MARK = "w.source = %(source)s AND w.shard = p.shard AND w.lane = '' AND w.batch = p.batch"
+_NAMES = ", ".join(COLUMNS)
+_VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
+
+# Locked in the order of the shards, so that two deliveries wait for each other instead of
+# deadlocking. A mark that another delivery moves meanwhile is no longer the same.
+STORE = f"""
+WITH same AS MATERIALIZED (
+    SELECT w.shard FROM {_PLACES} JOIN saf.watermark w ON {_THE_MARK}
+    WHERE w.epoch = p.epoch AND w.position = p.position AND w.acknowledged
+      AND w.opened_at IS NOT DISTINCT FROM p.opened_at
+      AND w.set_aside_at IS NOT DISTINCT FROM p.aside
+    ORDER BY w.shard FOR UPDATE OF w
+), agreed AS MATERIALIZED (
+    SELECT FROM saf.broker
+    WHERE (SELECT count(*) FROM same) = cardinality(%(place_shards)s)
+      AND broker_id = %(destination)s
+      AND %(revision)s = (SELECT version_num FROM saf.alembic_version)
+      AND NOT EXISTS ({lineage.MOVED.replace("%", "%%")})
+      AND (%(services)s::text[] <@ ARRAY(SELECT name FROM saf.service)
+           OR NOT EXISTS (SELECT FROM saf.service))
+), moved AS (
+    UPDATE saf.watermark w
+    SET batch = %(batch)s, position = p.last, opened_at = %(opened_at)s
+    FROM {_PLACES} WHERE EXISTS (SELECT FROM agreed) AND {_THE_MARK}
+), stored AS (
+    INSERT INTO saf.inbox ({_NAMES}, source)
+    SELECT {_NAMES}, %(source)s
+    FROM unnest({_VALUES}) WITH ORDINALITY AS m ({_NAMES}, place)
+    WHERE EXISTS (SELECT FROM agreed) ORDER BY place
+)
+SELECT FROM agreed
+"""
+
+# A division by zero undoes the whole statement if a shard has another owner now
+SETTLE = f"""
+WITH closed AS (
+    UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0
+    FROM {RELAXED}, {MINE} RETURNING c.shard
+), moved AS (
+    UPDATE saf.acknowledged a
+    SET batch = %(batch)s, position = p.last, opened_at = %(opened_at)s
+    FROM {_PLACES}
+    WHERE a.destination = %(destination)s AND a.lane = '' AND a.shard = p.shard
+      AND a.batch = p.batch AND a.position = p.position
+    RETURNING a.shard
+)
+SELECT 1 / ((SELECT count(*) FROM closed) = cardinality(%(shards)s::smallint[])
+            AND (SELECT count(*) FROM moved) = cardinality(%(place_shards)s))::int
+"""
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array as a database sends it, in its binary form."""
+
+    oid: int
+    data: bytes
+
+
+class _Load(adapt.Loader):
+    format = pq.Format.BINARY
+
+    def load(self, data: adapt.Buffer) -> Array:
+        return Array(self.oid, bytes(data))
+
+
+class _Dump(adapt.Dumper):
+    format = pq.Format.BINARY
+
+    def __init__(self, cls: type, context: AdaptContext | None = None, oid: int = 0) -> None:
+        super().__init__(cls, context)
+        self.oid = oid
+
+    def get_key(self, obj: Array, format: adapt.PyFormat) -> Any:  # noqa: A002, ARG002 - psycopg
+        return self.cls, obj.oid
+
+    def upgrade(self, obj: Array, format: adapt.PyFormat) -> _Dump:  # noqa: A002, ARG002 - as above
+        return _Dump(self.cls, None, obj.oid)
+
+    def dump(self, obj: Array) -> bytes:
+        return obj.data
+
+
+class Source:
+    """A session at a source, which passes arrays on as they are."""
+
+    def __init__(self, dsn: Dsn) -> None:
+        self.connection = dsn.connect(role="mark", autocommit=True)
+        self.connection.execute(PLANS)
+        self.connection.prepare_threshold = 0
+        for kind in {*IN_TABLES.values()}:
+            self.connection.adapters.register_loader(
+                self.connection.adapters.types[kind].array_oid, _Load
+            )
+        self.connection.adapters.register_dumper(Array, _Dump)
+
+    def close(self) -> None:
+        """End the session."""
+        self.connection.close()
+
+
+class Store:
+    """A session at a destination that is fit to store messages.
+
+    Raises the errors of `saf.broker.health.refuse`.
+    """
+
+    def __init__(self, dsn: Dsn) -> None:
+        self.connection = dsn.connect(role="deliver", autocommit=True)
+        check_schema(self.connection)
+        health.refuse(self.connection, "inbox")
+        self.connection.execute(DURABLE)
+        self.connection.execute(PLANS)
+        self.connection.prepare_threshold = 0
+        self.connection.adapters.register_dumper(Array, _Dump)
+        (identity,) = of_broker(self.connection, IDENTITY)
+        self.identity = UUID(str(identity))
+
+    def close(self) -> None:
+        """End the session."""
+        self.connection.close()
+
+
+def forward(number: int, work: Work, rules: ForwardingRules) -> list[Receipt] | None:
+    """Forward the batch of an item of work and close it; return None if the task is needed.
+
+    ``number`` is the item's place in its job.
+    """
+    destination = rules.destinations.get(work.alone or "")
+    if not isinstance(destination, Postgresql) or not _suits(work, rules):
+        return None
+    try:
+        return _forwarded(number, work, rules, destination.dsn)
+    except psycopg.Error as error:
+        if error.sqlstate is None and not isinstance(error, LOST):
+            raise  # not from the server: a defect of this module
+    except SafError:
+        pass
+    return None  # the task meets the same problem, and reports it
+
+
+def _suits(work: Work, rules: ForwardingRules) -> bool:
+    """Return whether the work is little and new, and no rule but a route applies."""
+    return (
+        work.keep
+        and work.new
+        and not (work.much or work.waiting or work.of_services or work.rejecting)
+        and not (work.routes.routers or rules.transforms or tracing.records())
+        and work.vouched_since is None
+    )
+
+
+def _forwarded(number: int, work: Work, rules: ForwardingRules, dsn: Dsn) -> list[Receipt] | None:
+    with (
+        _session("little source", work.dsn, Source) as source,
+        _session("little store", dsn, Store) as store,
+    ):
+        batch = work.batch
+        known = {
+            "source": work.source,
+            "destination": store.identity,
+            "most": rules.chunk_rows,
+            "most_bytes": min(MOST_BYTES, rules.chunk_bytes),
+            "max_bytes": rules.max_bytes,
+            "revision": REVISION,
+            "done": batch.done,
+            "open": batch.open,
+            "opened_at": batch.opened_at,
+            "subscription_id": batch.subscription_id,
+            "owner": batch.owner,
+            "batch": batch.number,
+            "shards": array(batch.shards),
+            "epochs": array(epoch for _, epoch in batch.epochs),
+            "asides": array(
+                max(batch.set_aside_at.get(shard, ()), default=None) for shard in batch.shards
+            ),
+        }
+        with psycopg.Cursor[Any](source.connection, row_factory=dict_row) as cursor:
+            found = cursor.execute(READ, known, binary=True).fetchone()
+        if found is None or not _leads(work, rules, found["counts"]):
+            return None
+        began = perf_counter()
+        counts = found["counts"]
+        params = {**known, **found, "services": list(counts)}
+        fail_point("mom_insert")
+        if not store.connection.execute(STORE, params).rowcount:
+            return None
+        seconds = perf_counter() - began
+        fail_point("mom_commit")
+        fail_point("mark_forwarded")
+        source.connection.execute(SETTLE, params)
+        fail_point("mark_commit")
+    receipts = Receipts(number)
+    receipts.of(None).complete = receipts.of(None).closed = True
+    receipt, messages = receipts.of(work.alone), sum(counts.values())
+    receipt.messages, receipt.rejecting = messages, 0
+    add_services(receipt.services, counts)
+    receipts.stored(str(work.alone), messages, seconds)
+    return list(receipts)
+
+
+def _leads(work: Work, rules: ForwardingRules, services: Iterable[str]) -> bool:
+    """Return whether each service's messages take one route, exactly once."""
+    for service in services:
+        match = work.routes.match(service, None)
+        if match is None or len(match.routes) > 1:
+            return False
+        route = match.routes[0]
+        if (route.quality or rules.qualities[route.destination]) != EXACTLY_ONCE:
+            return False
+    return True
+
+
+S = TypeVar("S", Source, Store)
+
+
+@contextmanager
+def _session(role: str, dsn: Dsn, connect: Callable[[Dsn], S]) -> Iterator[S]:
+    """Yield a session that is kept from one batch to the next, unless the block raises."""
+    session = connections.take(role, dsn, partial(connect, dsn), lambda _: None)
+    try:
+        yield session
+    except BaseException:
+        session.close()
+        raise
+    connections.put(True, role, dsn, session)

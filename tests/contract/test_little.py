@@ -1,0 +1,243 @@
+"""Little work: the short cut of a few messages does what a task does, or leaves the batch to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from saf.broker.services import create_service
+from saf.columns import COLUMNS
+from saf.config import load
+from saf.database import Dsn, fetch
+from saf.engine.task import Task
+from saf.failpoints import arm
+from saf.forwarding.forwarder import Forwarder
+from saf.forwarding.runner import InProcess
+from saf.message import CLAIMED_FROM, VERIFIED_FROM
+from saf.telemetry import tracing
+from tests.destinations import count
+from tests.kept import _nothing_stays
+from tests.pipeline import bodies, connect, send
+from tests.programs import configuration
+
+__all__ = ["_nothing_stays"]
+
+SAME = """
+SELECT w.shard, w.batch, w.position, w.opened_at FROM saf.watermark w
+WHERE w.lane = '' AND w.batch > 0 ORDER BY 1
+"""
+ACKNOWLEDGED = "SELECT shard, batch, position, opened_at FROM saf.acknowledged ORDER BY 1"
+OPEN = "SELECT count(*) FROM saf.cursor WHERE open IS NOT NULL"
+
+KEY = "A-1"
+
+
+class Looping:
+    """A forwarder of one source, in a loop, whose tasks are counted."""
+
+    def __init__(self, app: Dsn, mom: Dsn, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.app, self.mom, self.tasks = app, mom, 0
+        file = configuration(folder / "saf.toml", {"app": app}, {"mom": mom})
+        self.driver = Forwarder(load(file), InProcess())
+        self.driver.roster.once = False
+        self.source = connect(app)
+        run = Task.run
+
+        def counted(task: Task, batches: Any) -> Any:
+            self.tasks += 1
+            return run(task, batches)
+
+        monkeypatch.setattr(Task, "run", counted)
+        monkeypatch.setattr(tracing, "records", lambda: False)  # another test may have begun to
+
+    def cycle(self) -> int:
+        """Return how many tasks a cycle took."""
+        before = self.tasks
+        self.driver.cycle()
+        return self.tasks - before
+
+    def begin(self) -> None:
+        """Make both sides agree about the key's shard."""
+        send(self.source, "first", KEY)
+        assert self.cycle() == 1
+        send(self.source, "second", KEY)
+        assert self.cycle() == 0
+
+    def set(self, **columns: object) -> None:
+        """Send a message with further columns."""
+        row = {"to_service": "billing", "key": KEY, "body": b"third", **columns}
+        names = ", ".join(row)
+        values = ", ".join(f"%({name})s" for name in row)
+        self.source.execute(f"INSERT INTO saf.outbox ({names}) VALUES ({values})", row)
+
+    @property
+    def problems(self) -> str:
+        return str(self.driver.summary.problems)
+
+
+@pytest.fixture
+def looping(
+    app: Dsn, mom: Dsn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Looping]:
+    one = Looping(app, mom, tmp_path, monkeypatch)
+    yield one
+    one.driver._leave()
+    one.source.close()
+
+
+def test_few_messages_need_no_task_once_both_sides_agree(looping: Looping) -> None:
+    looping.begin()
+    for number in range(5):
+        send(looping.source, str(number), KEY)
+    assert looping.cycle() == 0
+    assert bodies(looping.mom) == ["first", "second", *"01234"]
+    assert looping.driver.summary.forwarded == 7
+    with connect(looping.mom) as mom:
+        assert fetch(looping.source, ACKNOWLEDGED) == fetch(mom, SAME)
+    assert fetch(looping.source, OPEN) == [(0,)]
+
+
+def test_every_column_arrives_as_a_task_brings_it(looping: Looping) -> None:
+    def send_all() -> None:
+        looping.set(body=b"\x00\xff'\\", headers='{"a": ["b", null], "ü": 1.50}')
+        looping.set(body=b"", message_type="Type'\\\"", from_service="shop")
+        looping.set(deliver_at="2100-01-01 00:00:00.000001+00", expires_at="2100-01-02")
+        looping.set(body=b'{"a", "b"}', message_type="NULL")
+
+    send_all()
+    assert looping.cycle() == 1
+    send_all()
+    assert looping.cycle() == 0
+    names = ", ".join(name for name in COLUMNS if name not in ("message_id", "created_at"))
+    with connect(looping.mom) as mom:
+        rows = fetch(mom, f"SELECT {names} FROM saf.inbox ORDER BY id")
+        arrived = fetch(mom, "SELECT message_id, created_at, key FROM saf.inbox ORDER BY id")
+        (broker,) = fetch(looping.source, "SELECT broker_id FROM saf.broker")
+        assert fetch(mom, "SELECT DISTINCT source FROM saf.inbox") == [broker]
+    assert rows[:4] == rows[4:]
+    sent = "SELECT message_id, created_at, key FROM saf.outbox ORDER BY id"
+    assert arrived == fetch(looping.source, sent)
+
+
+@pytest.mark.parametrize(
+    ("columns", "arrives"),
+    [
+        ({"expires_at": "2001-01-01"}, False),
+        ({"to_broker": uuid4()}, False),
+        ({"to_service": "nobody"}, False),
+        ({"headers": f'{{"{VERIFIED_FROM}": "me"}}'}, True),
+    ],
+    ids=["expired", "addressed", "unknown service", "forged header"],
+)
+def test_a_message_about_which_must_be_decided_is_left_to_a_task(
+    looping: Looping, columns: dict[str, Any], arrives: bool
+) -> None:
+    with connect(looping.mom) as mom:
+        create_service(mom, "billing")
+    looping.begin()
+    looping.set(**columns)
+    assert looping.cycle() == 1
+    assert bodies(looping.mom) == ["first", "second", *["third"] * arrives]
+    if not arrives:
+        assert count(looping.app, "parked") + count(looping.app, "dead_letter") == 1
+    else:
+        with connect(looping.mom) as mom:
+            ((headers,),) = fetch(mom, "SELECT headers FROM saf.inbox WHERE body = 'third'")
+        assert headers == {CLAIMED_FROM: "me"}
+
+
+def test_many_messages_or_bytes_are_left_to_a_task(looping: Looping) -> None:
+    looping.begin()
+    looping.driver.rules = looping.driver.rules.__class__(
+        **{**looping.driver.rules.__dict__, "chunk_rows": 2, "max_bytes": 10}
+    )
+    for number in range(3):
+        send(looping.source, str(number), KEY)
+    assert looping.cycle() == 1
+    assert bodies(looping.mom) == ["first", "second", *"012"]
+    send(looping.source, "a body that is too large", KEY)
+    assert looping.cycle() == 1
+    assert count(looping.app, "dead_letter") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("UPDATE saf.watermark SET epoch = epoch + 1", "Ahead"),
+        ("UPDATE saf.watermark SET position = position - 1", "Behind"),
+        ("UPDATE saf.watermark SET position = position + 1", "Ahead"),
+        ("UPDATE saf.watermark SET set_aside_at = '2001-01-01'", "Ahead"),
+        ("UPDATE saf.watermark SET opened_at = '2001-01-01'", "Ahead"),
+        ("DELETE FROM saf.watermark", "Behind"),
+    ],
+)
+def test_a_destination_whose_marks_differ_stores_nothing(
+    looping: Looping, change: str, problem: str
+) -> None:
+    looping.begin()
+    with connect(looping.mom) as mom:
+        mom.execute(f"{change} WHERE batch > 0")
+    send(looping.source, "third", KEY)
+    assert looping.cycle() == 1
+    assert bodies(looping.mom) == ["first", "second"]
+    assert problem in looping.problems
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ("UPDATE saf.broker SET broker_id = gen_random_uuid()", "another broker than before"),
+        ("UPDATE saf.alembic_version SET version_num = '9999'", "9999"),
+        ("UPDATE saf.broker SET system_identifier = 1", "cluster"),
+    ],
+)
+def test_a_destination_that_has_changed_stores_nothing(
+    looping: Looping, change: str, kind: str
+) -> None:
+    looping.begin()
+    with connect(looping.mom) as mom:
+        mom.execute(change)
+    send(looping.source, "third", KEY)
+    assert looping.cycle() == 1
+    assert bodies(looping.mom) == ["first", "second"]
+    assert kind in looping.problems
+
+
+def lost(dsn: Dsn) -> Callable[[], None]:
+    def lose() -> None:
+        arm("mom_commit", lambda: None)
+        raise psycopg.OperationalError("the answer got lost")
+
+    del dsn
+    return lose
+
+
+def test_messages_whose_answer_got_lost_are_stored_once(looping: Looping) -> None:
+    looping.begin()
+    send(looping.source, "third", KEY)
+    arm("mom_commit", lost(looping.app))
+    assert looping.cycle() == 1
+    assert bodies(looping.mom) == ["first", "second", "third"]
+    assert looping.driver.summary.forwarded == 2
+    assert fetch(looping.source, OPEN) == [(0,)]
+
+
+def test_a_member_that_has_lost_a_shard_closes_nothing(looping: Looping) -> None:
+    looping.begin()
+    send(looping.source, "third", KEY)
+
+    def take_over() -> None:
+        arm("mom_commit", lambda: None)
+        with connect(looping.app) as other:
+            other.execute("UPDATE saf.cursor SET epoch = epoch + 1 WHERE shard = 0")
+
+    arm("mom_commit", take_over)
+    assert looping.cycle() == 1
+    shards = "SELECT shards FROM saf.broker"
+    assert fetch(looping.source, OPEN) == fetch(looping.source, shards)
+    assert bodies(looping.mom) == ["first", "second", "third"]
