@@ -19,6 +19,7 @@ from saf.failpoints import arm
 from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.runner import InProcess
 from saf.message import CLAIMED_FROM, VERIFIED_FROM
+from saf.routing.routes import add_route
 from saf.telemetry import tracing
 from tests.destinations import count
 from tests.kept import _nothing_stays
@@ -41,7 +42,7 @@ class Looping:
     """A forwarder of one source, in a loop, whose tasks are counted."""
 
     def __init__(self, app: Dsn, mom: Dsn, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.app, self.mom, self.tasks = app, mom, 0
+        self.app, self.mom, self.patch, self.tasks = app, mom, monkeypatch, 0
         file = configuration(folder / "saf.toml", {"app": app}, {"mom": mom})
         self.driver = Forwarder(load(file), InProcess())
         self.driver.roster.once = False
@@ -151,6 +152,55 @@ def test_a_message_about_which_must_be_decided_is_left_to_a_task(
         assert headers == {CLAIMED_FROM: "me"}
 
 
+def at_least_once(looping: Looping) -> None:
+    add_route(looping.source, "mom", quality="at_least_once")
+
+
+def another_destination(looping: Looping) -> None:
+    add_route(looping.source, "erp", service="shipping")
+
+
+def shared_routes(looping: Looping) -> None:
+    add_route(looping.source, "mom")
+    add_route(looping.source, "mom", service="billing", quality="at_most_once")
+
+
+def checked_senders(looping: Looping) -> None:
+    looping.source.execute("UPDATE saf.broker SET senders_since = 0")
+
+
+def waiting_messages(looping: Looping) -> None:
+    with connect(looping.mom) as mom:
+        create_service(mom, "billing")
+    looping.set(to_service="nobody")
+    assert looping.cycle() == 1
+
+
+def traces(looping: Looping) -> None:
+    looping.patch.setattr(tracing, "records", lambda: True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        at_least_once,
+        another_destination,
+        shared_routes,
+        checked_senders,
+        waiting_messages,
+        traces,
+    ],
+)
+def test_a_batch_to_which_other_rules_apply_is_left_to_a_task(
+    looping: Looping, change: Callable[[Looping], None]
+) -> None:
+    looping.begin()
+    change(looping)
+    looping.set(from_service="shop")
+    assert looping.cycle() == 1
+    assert bodies(looping.mom) == ["first", "second", "third"]
+
+
 def test_many_messages_or_bytes_are_left_to_a_task(looping: Looping) -> None:
     looping.begin()
     looping.driver.rules = looping.driver.rules.__class__(
@@ -208,22 +258,18 @@ def test_a_destination_that_has_changed_stores_nothing(
     assert kind in looping.problems
 
 
-def lost(dsn: Dsn) -> Callable[[], None]:
+def test_messages_whose_answer_got_lost_are_stored_once(looping: Looping) -> None:
+    looping.begin()
+    send(looping.source, "third", KEY)
+
     def lose() -> None:
         arm("mom_commit", lambda: None)
         raise psycopg.OperationalError("the answer got lost")
 
-    del dsn
-    return lose
-
-
-def test_messages_whose_answer_got_lost_are_stored_once(looping: Looping) -> None:
-    looping.begin()
-    send(looping.source, "third", KEY)
-    arm("mom_commit", lost(looping.app))
+    arm("mom_commit", lose)
     assert looping.cycle() == 1
     assert bodies(looping.mom) == ["first", "second", "third"]
-    assert looping.driver.summary.forwarded == 2
+    assert looping.driver.summary.dropped == 1
     assert fetch(looping.source, OPEN) == [(0,)]
 
 

@@ -35,7 +35,114 @@ QUIET = "saf/forwarding/broker.py"
 
 SESSION = "spark/test_session.py"
 
+LITTLE, OF_LITTLE = "saf/engine/little.py", "contract/test_little.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "few messages pass a mark with another epoch",
+        LITTLE,
+        "w.epoch = p.epoch AND w.position",
+        "w.position",
+        OF_LITTLE,
+    ),
+    mutant(
+        "few messages pass a mark at another position",
+        LITTLE,
+        "AND w.position = p.position AND",
+        "AND",
+        OF_LITTLE,
+    ),
+    mutant(
+        "few messages pass a mark of another batch opened",
+        LITTLE,
+        "      AND w.opened_at IS NOT DISTINCT FROM p.opened_at\n",
+        "",
+        OF_LITTLE,
+    ),
+    mutant(
+        "few messages pass a mark that knows of messages set aside",
+        LITTLE,
+        "      AND w.set_aside_at IS NOT DISTINCT FROM p.aside\n",
+        "",
+        OF_LITTLE,
+    ),
+    mutant(
+        "few messages are stored at another broker",
+        LITTLE,
+        "      AND broker_id = %(destination)s\n",
+        "",
+        OF_LITTLE,
+    ),
+    mutant(
+        "few messages are stored in a schema of another revision",
+        LITTLE,
+        "      AND %(revision)s = (SELECT version_num FROM saf.alembic_version)\n",
+        "",
+        OF_LITTLE,
+    ),
+    mutant(
+        "few messages are stored at a copy of a broker",
+        LITTLE,
+        '      AND NOT EXISTS ({lineage.MOVED.replace("%", "%%")})\n',
+        "",
+        OF_LITTLE,
+    ),
+    mutant(
+        "few messages are stored without a mark that moves",
+        LITTLE,
+        "FROM {_PLACES} WHERE EXISTS (SELECT FROM agreed) AND {_THE_MARK}",
+        "FROM {_PLACES} WHERE false AND {_THE_MARK}",
+        OF_LITTLE,
+    ),
+    mutant(
+        "few messages arrive in another order",
+        LITTLE,
+        "WHERE EXISTS (SELECT FROM agreed) ORDER BY place",
+        "WHERE EXISTS (SELECT FROM agreed) ORDER BY place DESC",
+        OF_LITTLE,
+    ),
+    mutant(
+        "an expired message of few is forwarded",
+        LITTLE,
+        "AND (expires_at IS NULL OR expires_at > %(opened_at)s)\n",
+        "",
+        OF_LITTLE,
+    ),
+    mutant(
+        "a message of few goes to a broker that it is not for",
+        LITTLE,
+        "octet_length(body) <= %(max_bytes)s AND to_broker IS NULL",
+        "octet_length(body) <= %(max_bytes)s",
+        OF_LITTLE,
+    ),
+    mutant(
+        "a message of few names a sender that nobody has checked",
+        LITTLE,
+        "AND (headers IS NULL OR headers::text NOT LIKE '%%\"{VERIFIED_FROM}\":%%')\n",
+        "",
+        OF_LITTLE,
+    ),
+    mutant(
+        "a member that has lost a shard closes the others",
+        LITTLE,
+        "cardinality(%(shards)s::smallint[])\n            AND",
+        "cardinality(%(shards)s::smallint[]) - 1\n            AND",
+        OF_LITTLE,
+    ),
+    mutant(
+        "senders that were checked are not named for few messages",
+        LITTLE,
+        "        and work.vouched_since is None\n",
+        "",
+        OF_LITTLE,
+    ),
+    mutant(
+        "few messages overtake those that wait",
+        LITTLE,
+        "not (work.much or work.waiting or work.of_services or work.rejecting)",
+        "not (work.much or work.rejecting)",
+        OF_LITTLE,
+    ),
     mutant(
         "a quiet source is looked at whatever other databases do",
         QUIET,
