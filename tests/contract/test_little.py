@@ -201,6 +201,18 @@ def test_a_batch_to_which_other_rules_apply_is_left_to_a_task(
     assert bodies(looping.mom) == ["first", "second", "third"]
 
 
+def test_a_message_does_not_overtake_those_that_wait(looping: Looping) -> None:
+    with connect(looping.mom) as mom:
+        create_service(mom, "billing")
+        looping.begin()
+        looping.set(to_service="shipping")
+        assert looping.cycle() == 1
+        create_service(mom, "shipping")
+    looping.set(to_service="shipping", body=b"fourth")
+    assert looping.cycle() == 1
+    assert bodies(looping.mom)[2:] in ([], ["third", "fourth"])
+
+
 def test_many_messages_or_bytes_are_left_to_a_task(looping: Looping) -> None:
     looping.begin()
     looping.driver.rules = looping.driver.rules.__class__(
