@@ -1,9 +1,10 @@
-"""Little work: the few messages of a new batch, forwarded by three statements.
+"""Little work: few messages, forwarded by three statements, and by two for each batch after it.
 
     read      at the source: the messages, each column as one array, and the marks that the source
               remembers
     store     at the destination: if its marks are the same, move them and insert the messages
-    settle    at the source: close the batch, and remember the moved marks
+    next      at the source: close the batch and remember the moved marks; and if there are more
+              messages, open the next batch and read it
 
 This is a short cut of `saf.engine.task` for batches about which nothing must be decided. All
 messages go to one PostgreSQL destination, exactly once; none waits, has expired, is addressed to a
@@ -18,7 +19,8 @@ then, as after a crash.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,15 +42,22 @@ from saf.errors import SafError
 from saf.failpoints import fail_point
 from saf.limits import READABLE
 from saf.log import lineage
-from saf.log.cursor import MINE, RELAXED
+from saf.log.cursor import SAME
 from saf.log.read import BY_INDEX, IN_BATCH, since_shown
 from saf.log.shards import LAST
 from saf.message import VERIFIED_FROM
 from saf.routing.matching import EXACTLY_ONCE
+from saf.routing.routes import FINGERPRINT
 from saf.telemetry import tracing
 
-MOST_BYTES = 4 << 20
-"""Largest total size of the bodies and headers of a batch, in bytes."""
+MOST, MOST_BYTES = 2000, 4 << 20
+"""Most messages of a batch, and the largest total size of their bodies and headers, in bytes."""
+
+STAY_SECONDS = 0.25
+"""Time after which no further batch is opened, so that the driver sees to everything else."""
+
+FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.001, 0.016
+"""Pauses between looks for messages that follow soon; each is twice as long as the one before."""
 
 # Statements of such a session are planned once, whatever the tables contain at that time
 PLANS = f"""
@@ -64,44 +73,61 @@ SELECT CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
 _ROWS = since_shown(
     "saf.outbox", shards="= ANY (%(shards)s::smallint[])", done="%(done)s::pg_snapshot"
 )
+_NEW_ROWS = since_shown(
+    "saf.outbox", shards="= ANY (%(shards)s::smallint[])", done="%(open)s::pg_snapshot"
+)
 _ARRAYS = ", ".join(f"array_agg({column}) AS {column}" for column in COLUMNS)
 
-# Whether nothing must be decided about a message. Sizes are known without reading values.
-_PLAIN = f"""
-{READABLE} AND octet_length(body) <= %(max_bytes)s AND to_broker IS NULL
-AND (expires_at IS NULL OR expires_at > %(opened_at)s)
-AND (headers IS NULL OR headers::text NOT LIKE '%%"{VERIFIED_FROM}":%%')
-"""
 
-# No row if the task is needed
-READ = f"""
-WITH rows AS MATERIALIZED (
-    SELECT * FROM ({_ROWS}) AS since WHERE {IN_BATCH.format(open="%(open)s")}
-), suited AS MATERIALIZED (
+def _suited(opened_at: str) -> str:
+    """Return SQL for a row if nothing must be decided about the messages of ``rows``.
+
+    Sizes are known without reading values.
+    """
+    return f"""
     SELECT FROM rows
-    HAVING count(*) BETWEEN 1 AND %(most)s AND count(DISTINCT id) = count(*) AND bool_and({_PLAIN})
+    HAVING count(*) BETWEEN 1 AND %(most)s AND count(DISTINCT id) = count(*)
        AND sum(octet_length(body) + coalesce(pg_column_size(headers), 0)) <= %(most_bytes)s
-), places AS (
+       AND bool_and({READABLE} AND octet_length(body) <= %(max_bytes)s AND to_broker IS NULL
+           AND (expires_at IS NULL OR expires_at > {opened_at})
+           AND (headers IS NULL OR headers::text NOT LIKE '%%"{VERIFIED_FROM}":%%'))
+    """
+
+
+# The messages of ``rows``, of the shards ``h``, if they are ``suited``
+_FOUND = f"""
+places AS (
     SELECT array_agg(p.shard) AS place_shards, array_agg(h.epoch) AS place_epochs,
            array_agg(h.aside) AS place_asides, array_agg(p.last) AS place_last,
            array_agg(a.batch) AS known_batches, array_agg(a.position) AS known_positions,
            array_agg(a.opened_at) AS known_moments, bool_and(a.batch IS NOT NULL) AS known
     FROM (SELECT shard, max(id) AS last FROM rows GROUP BY shard ORDER BY shard) AS p
-    JOIN unnest(%(shards)s::smallint[], %(epochs)s::bigint[], %(asides)s::timestamptz[])
-        AS h (shard, epoch, aside) ON h.shard = p.shard
+    JOIN h ON h.shard = p.shard
     LEFT JOIN LATERAL (
-        SELECT * FROM saf.acknowledged
-        WHERE (destination, lane, shard, batch) <= (%(destination)s, '', p.shard, {LAST})
-        ORDER BY destination DESC, lane DESC, shard DESC, batch DESC LIMIT 1
-    ) AS a ON a.destination = %(destination)s AND a.lane = '' AND a.shard = p.shard
+        SELECT * FROM ((SELECT batch, position, opened_at FROM saf.acknowledged
+         WHERE (destination, lane, shard, batch) <= (%(destination)s, '', p.shard, {LAST})
+           AND (destination, lane, shard) >= (%(destination)s, '', p.shard)
+         ORDER BY destination DESC, lane DESC, shard DESC, batch DESC LIMIT 1)
+        {{moved}}) AS marks ORDER BY batch DESC LIMIT 1
+    ) AS a ON true
 ), services AS (
     SELECT jsonb_object_agg(to_service, messages) AS counts
     FROM (SELECT to_service, count(*) AS messages FROM rows GROUP BY to_service) AS counted
 ), messages AS (
     SELECT {_ARRAYS} FROM (SELECT * FROM rows ORDER BY id) AS ordered
 )
+"""
+
+# No row if the task is needed
+READ = f"""
+WITH rows AS MATERIALIZED (
+    SELECT * FROM ({_ROWS}) AS since WHERE {IN_BATCH.format(open="%(open)s")}
+), suited AS MATERIALIZED ({_suited("%(opened_at)s")}), h AS (
+    SELECT * FROM unnest(%(shards)s::smallint[], %(epochs)s::bigint[], %(asides)s::timestamptz[])
+        AS h (shard, epoch, aside)
+), {_FOUND.format(moved="")}
 SELECT counts, places.*, messages.*
-FROM suited, places, services, messages WHERE known
+FROM suited, places, services, messages
 """
 
 _PLACES = """
@@ -143,21 +169,54 @@ WITH same AS MATERIALIZED (
 SELECT FROM agreed
 """
 
-# A division by zero undoes the whole statement if a shard has another owner now
-SETTLE = f"""
-WITH closed AS (
-    UPDATE saf.cursor c SET done = c.open, open = NULL, position = 0, attempted = 0
-    FROM {RELAXED}, {MINE} RETURNING c.shard
+# Closes the batch (``closes``), and opens the next one if there are suited messages, as long as a
+# driver would open it in the same way. A division by zero undoes the whole statement if a shard has
+# another owner now.
+NEXT = f"""
+WITH few AS MATERIALIZED (
+    SELECT FROM (SELECT FROM ({_NEW_ROWS}) AS since LIMIT %(most)s + 1) AS limited
+    HAVING count(*) BETWEEN 1 AND %(most)s AND %(configured)s = {FINGERPRINT}
+       AND NOT EXISTS (SELECT FROM saf.backoff WHERE subscription_id = %(subscription_id)s)
+       AND EXISTS (SELECT FROM saf.member WHERE member_id = %(owner)s AND NOT stopping)
+       AND (SELECT senders_since FROM saf.broker) IS NULL
+), rows AS MATERIALIZED (
+    SELECT since.* FROM ({_NEW_ROWS}) AS since WHERE EXISTS (SELECT FROM few)
+), suited AS MATERIALIZED ({_suited("now()")}), opens AS MATERIALIZED (
+    SELECT EXISTS (SELECT FROM suited) AS yes,
+           set_config('synchronous_commit',
+                      CASE WHEN EXISTS (SELECT FROM suited) THEN 'on' ELSE 'off' END, true)
+), h AS (
+    UPDATE saf.cursor c
+    SET done = coalesce(c.open, c.done), open = CASE WHEN yes THEN pg_current_snapshot() END,
+        batch = c.batch + yes::int, opened_at = CASE WHEN yes THEN now() ELSE c.opened_at END,
+        position = 0, attempted = 0
+    FROM opens, {SAME}
+    AND (%(closes)s OR yes) AND %(closes)s = (c.open IS NOT NULL)
+    RETURNING c.shard, c.epoch, c.set_aside_at[cardinality(c.set_aside_at)] AS aside,
+              c.open::text AS open
 ), moved AS (
     UPDATE saf.acknowledged a
     SET batch = %(batch)s, position = p.last, opened_at = %(opened_at)s
     FROM {_PLACES}
     WHERE a.destination = %(destination)s AND a.lane = '' AND a.shard = p.shard
-      AND a.batch = p.batch AND a.position = p.position
+      AND a.batch = p.batch AND a.position = p.position AND %(closes)s
     RETURNING a.shard
+), {
+    _FOUND.format(
+        moved=f'''
+        UNION ALL
+        SELECT %(batch)s::bigint, m.last, %(opened_at)s
+        FROM {_PLACES.replace("AS p (", "AS m (")} WHERE m.shard = p.shard AND %(closes)s'''
+    )
+}, checked AS (
+    SELECT 1 / (((SELECT count(*) FROM h) = CASE WHEN %(closes)s OR yes
+                 THEN cardinality(%(shards)s::smallint[]) ELSE 0 END)
+                AND (NOT %(closes)s
+                     OR (SELECT count(*) FROM moved) = cardinality(%(place_shards)s)))::int
+    FROM opens
 )
-SELECT 1 / ((SELECT count(*) FROM closed) = cardinality(%(shards)s::smallint[])
-            AND (SELECT count(*) FROM moved) = cardinality(%(place_shards)s))::int
+SELECT yes, (SELECT max(open) FROM h) AS open, now() AS opened_at, counts, places.*, messages.*
+FROM checked, opens, places, services, messages
 """
 
 
@@ -206,6 +265,11 @@ class Source:
             )
         self.connection.adapters.register_dumper(Array, _Dump)
 
+    def ask(self, statement: str, params: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the row of a statement, by column."""
+        with psycopg.Cursor[Any](self.connection, row_factory=dict_row) as cursor:
+            return cursor.execute(statement, params, binary=True).fetchone()
+
     def close(self) -> None:
         """End the session."""
         self.connection.close()
@@ -236,19 +300,21 @@ class Store:
 def forward(number: int, work: Work, rules: ForwardingRules) -> list[Receipt] | None:
     """Forward the batch of an item of work and close it; return None if the task is needed.
 
-    ``number`` is the item's place in its job.
+    Batches that follow soon are forwarded too, for up to `STAY_SECONDS`. ``number`` is the item's
+    place in its job.
     """
     destination = rules.destinations.get(work.alone or "")
     if not isinstance(destination, Postgresql) or not _suits(work, rules):
         return None
+    receipts = Receipts(number)
     try:
-        return _forwarded(number, work, rules, destination.dsn)
+        _forward(work, rules, destination.dsn, receipts)
     except psycopg.Error as error:
         if error.sqlstate is None and not isinstance(error, LOST):
             raise  # not from the server: a defect of this module
     except SafError:
-        pass
-    return None  # the task meets the same problem, and reports it
+        pass  # a task meets the same problem, and reports it
+    return list(receipts) if receipts.of(None).complete else None
 
 
 def _suits(work: Work, rules: ForwardingRules) -> bool:
@@ -262,17 +328,18 @@ def _suits(work: Work, rules: ForwardingRules) -> bool:
     )
 
 
-def _forwarded(number: int, work: Work, rules: ForwardingRules, dsn: Dsn) -> list[Receipt] | None:
+def _forward(work: Work, rules: ForwardingRules, dsn: Dsn, receipts: Receipts) -> None:
     with (
         _session("little source", work.dsn, Source) as source,
         _session("little store", dsn, Store) as store,
     ):
-        batch = work.batch
-        known = {
+        batch, whole = work.batch, receipts.of(None)
+        params: dict[str, Any] = {
             "source": work.source,
             "destination": store.identity,
-            "most": rules.chunk_rows,
-            "most_bytes": min(MOST_BYTES, rules.chunk_bytes),
+            "configured": work.configured,
+            "most": min(rules.chunk_rows, MOST),
+            "most_bytes": min(rules.chunk_bytes, MOST_BYTES),
             "max_bytes": rules.max_bytes,
             "revision": REVISION,
             "done": batch.done,
@@ -287,28 +354,47 @@ def _forwarded(number: int, work: Work, rules: ForwardingRules, dsn: Dsn) -> lis
                 max(batch.set_aside_at.get(shard, ()), default=None) for shard in batch.shards
             ),
         }
-        with psycopg.Cursor[Any](source.connection, row_factory=dict_row) as cursor:
-            found = cursor.execute(READ, known, binary=True).fetchone()
-        if found is None or not _leads(work, rules, found["counts"]):
-            return None
-        began = perf_counter()
-        counts = found["counts"]
-        params = {**known, **found, "services": list(counts)}
-        fail_point("mom_insert")
-        if not store.connection.execute(STORE, params).rowcount:
-            return None
-        seconds = perf_counter() - began
-        fail_point("mom_commit")
-        fail_point("mark_forwarded")
-        source.connection.execute(SETTLE, params)
-        fail_point("mark_commit")
-    receipts = Receipts(number)
-    receipts.of(None).complete = receipts.of(None).closed = True
-    receipt, messages = receipts.of(work.alone), sum(counts.values())
-    receipt.messages, receipt.rejecting = messages, 0
+        ends = time.monotonic() + (0 if work.among_others else STAY_SECONDS)
+        found = source.ask(READ, params)
+        # a batch that is left open here is a task's
+        while found is not None and found["known"] and _leads(work, rules, found["counts"]):
+            params |= found
+            if not _stored(store, params, receipts, str(work.alone)):
+                return
+            found = _next(source, params, ends)
+            whole.complete = whole.closed = True
+
+
+def _stored(store: Store, params: dict[str, Any], receipts: Receipts, name: str) -> bool:
+    """Store messages, unless the destination's marks differ; return whether they are stored."""
+    began, counts = perf_counter(), params["counts"]
+    fail_point("mom_insert")
+    if not store.connection.execute(STORE, {**params, "services": list(counts)}).rowcount:
+        return False
+    fail_point("mom_commit")
+    receipt, messages = receipts.of(name), sum(counts.values())
+    receipt.messages += messages
+    receipt.rejecting = 0
     add_services(receipt.services, counts)
-    receipts.stored(str(work.alone), messages, seconds)
-    return list(receipts)
+    receipts.stored(name, messages, perf_counter() - began)
+    return True
+
+
+def _next(source: Source, params: dict[str, Any], ends: float) -> dict[str, Any] | None:
+    """Close the batch; return the next one if messages come in time, with ``params`` for it."""
+    pause, given = FIRST_PAUSE_SECONDS, {**params, "closes": True}
+    fail_point("mark_forwarded")
+    while True:
+        found = source.ask(NEXT, given)
+        fail_point("mark_commit")
+        if found is None or found["yes"]:
+            break
+        if pause > LAST_PAUSE_SECONDS or time.monotonic() + pause > ends:
+            return None
+        time.sleep(pause)
+        pause, given["closes"] = 2 * pause, False
+    params |= {"done": params["open"], "batch": params["batch"] + 1}
+    return found
 
 
 def _leads(work: Work, rules: ForwardingRules, services: Iterable[str]) -> bool:
