@@ -208,14 +208,15 @@ WITH few AS MATERIALIZED (
         SELECT %(batch)s::bigint, m.last, %(opened_at)s
         FROM {_PLACES.replace("AS p (", "AS m (")} WHERE m.shard = p.shard AND %(closes)s'''
     )
-}, checked AS (
+}, checked AS MATERIALIZED (
     SELECT 1 / (((SELECT count(*) FROM h) = CASE WHEN %(closes)s OR yes
                  THEN cardinality(%(shards)s::smallint[]) ELSE 0 END)
                 AND (NOT %(closes)s
-                     OR (SELECT count(*) FROM moved) = cardinality(%(place_shards)s)))::int
+                     OR (SELECT count(*) FROM moved) = cardinality(%(place_shards)s)))::int AS whole
     FROM opens
 )
-SELECT yes, (SELECT max(open) FROM h) AS open, now() AS opened_at, counts, places.*, messages.*
+SELECT yes AND whole = 1 AS yes, (SELECT max(open) FROM h) AS open, now() AS opened_at, counts,
+       places.*, messages.*
 FROM checked, opens, places, services, messages
 """
 

@@ -14,6 +14,7 @@ from saf.broker.services import create_service
 from saf.columns import COLUMNS
 from saf.config import load
 from saf.database import Dsn, fetch
+from saf.engine import little
 from saf.engine.task import Task
 from saf.failpoints import arm
 from saf.forwarding.forwarder import Forwarder
@@ -100,6 +101,113 @@ def test_few_messages_need_no_task_once_both_sides_agree(looping: Looping) -> No
     assert looping.driver.summary.forwarded == 7
     with connect(looping.mom) as mom:
         assert fetch(looping.source, ACKNOWLEDGED) == fetch(mom, SAME)
+    assert fetch(looping.source, OPEN) == [(0,)]
+
+
+def test_messages_that_follow_soon_take_two_statements_a_batch(
+    looping: Looping, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looping.begin()
+    asked: list[str] = []
+    ask = little.Source.ask
+    stored = little._stored
+
+    def counted(self: little.Source, statement: str, params: Any) -> Any:
+        asked.append(statement)
+        return ask(self, statement, params)
+
+    def followed(*given: Any) -> bool:
+        result = stored(*given)
+        if len(bodies(looping.mom)) < 6:
+            send(looping.source, str(len(asked)), KEY)
+        return result
+
+    monkeypatch.setattr(little.Source, "ask", counted)
+    monkeypatch.setattr(little, "_stored", followed)
+    send(looping.source, "0", KEY)
+    assert looping.cycle() == 0
+    assert bodies(looping.mom) == ["first", "second", *"0123"]
+    assert asked[0] == little.READ
+    assert {*asked[1:]} == {little.NEXT}
+    assert looping.driver.summary.forwarded == 6
+    assert fetch(looping.source, OPEN) == [(0,)]
+    with connect(looping.mom) as mom:
+        assert fetch(looping.source, ACKNOWLEDGED) == fetch(mom, SAME)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "INSERT INTO saf.route (service, destination) VALUES ('billing', 'elsewhere')",
+        "INSERT INTO saf.topic (name) VALUES ('billing')",
+        "UPDATE saf.broker SET senders_since = 0",
+        "UPDATE saf.member SET stopping = true",
+    ],
+)
+def test_a_batch_is_not_opened_under_other_rules_than_before(looping: Looping, change: str) -> None:
+    looping.begin()
+
+    def follow() -> None:
+        arm("mom_commit", lambda: None)
+        looping.source.execute(change)
+        send(looping.source, "third", KEY)
+
+    send(looping.source, "0", KEY)
+    arm("mom_commit", follow)
+    assert looping.cycle() == 0
+    assert bodies(looping.mom) == ["first", "second", "0"]
+    assert fetch(looping.source, OPEN) == [(0,)]
+
+
+SEEN = """
+CREATE TABLE seen (opens boolean, value text);
+CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+    INSERT INTO seen VALUES ({opens}, current_setting('synchronous_commit')); RETURN NULL;
+END $$;
+CREATE TRIGGER see AFTER {event} FOR EACH ROW EXECUTE FUNCTION see()
+"""
+
+
+def test_what_is_stored_and_what_is_opened_is_durable(looping: Looping) -> None:
+    def follow() -> None:
+        arm("mom_commit", lambda: None)
+        send(looping.source, "third", KEY)
+
+    with connect(looping.mom) as mom:
+        for broker, opens, event in (
+            (looping.source, "NEW.open IS NOT NULL", "UPDATE ON saf.cursor"),
+            (mom, "true", "INSERT ON saf.inbox"),
+        ):
+            broker.execute(f"ALTER DATABASE {broker.info.dbname} SET synchronous_commit = off")
+            broker.execute(SEEN.format(opens=opens, event=event))
+        looping.begin()
+        send(looping.source, "0", KEY)
+        arm("mom_commit", follow)
+        assert looping.cycle() == 0
+        assert bodies(looping.mom) == ["first", "second", "0", "third"]
+        for broker in (looping.source, mom):
+            assert fetch(broker, "SELECT DISTINCT value FROM seen WHERE opens") == [("on",)]
+
+
+def test_a_batch_that_follows_passes_no_messages_that_wait(looping: Looping) -> None:
+    with connect(looping.mom) as mom:
+        create_service(mom, "billing")
+    looping.begin()
+
+    def follow() -> None:
+        arm("mom_commit", lambda: None)
+        looping.source.execute(
+            "INSERT INTO saf.backoff "
+            "(subscription_id, destination, kind, subject, attempts, error) "
+            "SELECT subscription_id, 'mom', 'service', 'billing', 1, 'unknown' "
+            "FROM saf.subscription WHERE name = 'forwarder'"
+        )
+        send(looping.source, "third", KEY)
+
+    send(looping.source, "0", KEY)
+    arm("mom_commit", follow)
+    assert looping.cycle() == 0
+    assert bodies(looping.mom) == ["first", "second", "0"]
     assert fetch(looping.source, OPEN) == [(0,)]
 
 

@@ -22,8 +22,9 @@ from tests.programs import configuration
 
 __all__ = ["_nothing_stays"]
 
-QUESTIONS = 14
-"""How many statements a cycle of one message makes, with the three of leaving and looking."""
+QUESTIONS = 19
+"""How many statements a cycle of one message makes, with three of leaving and looking
+and five for messages that follow soon."""
 
 OPEN = "SELECT count(*) FROM saf.cursor WHERE open IS NOT NULL"
 
