@@ -125,8 +125,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a member that has lost a shard closes the others",
         LITTLE,
-        "SELECT yes AND whole = 1 AS yes,",
-        "SELECT yes,",
+        "THEN cardinality(%(shards)s::smallint[]) ELSE 0 END",
+        "THEN (SELECT count(*) FROM h) ELSE 0 END",
         OF_LITTLE,
     ),
     mutant(
