@@ -22,8 +22,8 @@ import psycopg
 from saf.database import Dsn
 
 MOST = 10
-"""Connections that a process keeps: three each to two sources, and two each to two destinations; one
-of each is for little work. A process that serves more sources in turn makes room for them."""
+"""Connections that a process keeps: three each to two sources, and two each to two destinations.
+A process that serves more sources in turn makes room for them."""
 IDLE_SECONDS = 60.0
 """Seconds that an unused connection is kept."""
 

@@ -22,28 +22,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
-from uuid import UUID
 
 import psycopg
-from psycopg import adapt, pq
-from psycopg.abc import AdaptContext
 from psycopg.rows import dict_row
 
-from saf.broker import health
-from saf.columns import COLUMNS, IN_TABLES
-from saf.database import LOST, REVISION, Dsn, array, check_schema, connections, of_broker
-from saf.destinations.postgresql import IDENTITY, Postgresql
+from saf.columns import COLUMNS
+from saf.database import LOST, Dsn, array, connections
+from saf.database.arrays import passing
+from saf.destinations import FewMessages
+from saf.destinations.marks import PLACES
 from saf.engine.work import ForwardingRules, Receipt, Receipts, Work, add_services
 from saf.errors import SafError
 from saf.failpoints import fail_point
 from saf.limits import READABLE
-from saf.log import lineage
 from saf.log.cursor import SAME
-from saf.log.read import BY_INDEX, IN_BATCH, since_shown
+from saf.log.read import IN_BATCH, since_shown
 from saf.log.shards import LAST
 from saf.message import VERIFIED_FROM
 from saf.routing.matching import EXACTLY_ONCE
@@ -58,17 +53,6 @@ STAY_SECONDS = 0.25
 
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS = 0.001, 0.016
 """Pauses between looks for messages that follow soon; each is twice as long as the one before."""
-
-# Statements of such a session are planned once, whatever the tables contain at that time
-PLANS = f"""
-{BY_INDEX}; SET enable_hashjoin = off; SET enable_mergejoin = off;
-SET plan_cache_mode = force_generic_plan
-"""
-
-DURABLE = """
-SELECT CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
-            THEN set_config('synchronous_commit', 'on', false) END
-"""
 
 _ROWS = since_shown(
     "saf.outbox", shards="= ANY (%(shards)s::smallint[])", done="%(done)s::pg_snapshot"
@@ -130,45 +114,6 @@ SELECT counts, places.*, messages.*
 FROM suited, places, services, messages
 """
 
-_PLACES = """
-unnest(%(place_shards)s, %(place_epochs)s, %(place_asides)s, %(place_last)s, %(known_batches)s,
-       %(known_positions)s, %(known_moments)s)
-    AS p (shard, epoch, aside, last, batch, position, opened_at)
-"""
-_THE_MARK = "w.source = %(source)s AND w.shard = p.shard AND w.lane = '' AND w.batch = p.batch"
-_NAMES = ", ".join(COLUMNS)
-_VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
-
-# Locked in the order of the shards, so that two deliveries wait for each other instead of
-# deadlocking. A mark that another delivery moves meanwhile is no longer the same.
-STORE = f"""
-WITH same AS MATERIALIZED (
-    SELECT w.shard FROM {_PLACES} JOIN saf.watermark w ON {_THE_MARK}
-    WHERE w.epoch = p.epoch AND w.position = p.position AND w.acknowledged
-      AND w.opened_at IS NOT DISTINCT FROM p.opened_at
-      AND w.set_aside_at IS NOT DISTINCT FROM p.aside
-    ORDER BY w.shard FOR UPDATE OF w
-), agreed AS MATERIALIZED (
-    SELECT FROM saf.broker
-    WHERE (SELECT count(*) FROM same) = cardinality(%(place_shards)s)
-      AND broker_id = %(destination)s
-      AND %(revision)s = (SELECT version_num FROM saf.alembic_version)
-      AND NOT EXISTS ({lineage.MOVED.replace("%", "%%")})
-      AND (%(services)s::text[] <@ ARRAY(SELECT name FROM saf.service)
-           OR NOT EXISTS (SELECT FROM saf.service))
-), moved AS (
-    UPDATE saf.watermark w
-    SET batch = %(batch)s, position = p.last, opened_at = %(opened_at)s
-    FROM {_PLACES} WHERE EXISTS (SELECT FROM agreed) AND {_THE_MARK}
-), stored AS (
-    INSERT INTO saf.inbox ({_NAMES}, source)
-    SELECT {_NAMES}, %(source)s
-    FROM unnest({_VALUES}) WITH ORDINALITY AS m ({_NAMES}, place)
-    WHERE EXISTS (SELECT FROM agreed) ORDER BY place
-)
-SELECT FROM agreed
-"""
-
 # Closes the batch (``closes``), and opens the next one if there are suited messages, as long as a
 # driver would open it in the same way. A division by zero undoes the whole statement if a shard has
 # another owner now.
@@ -197,7 +142,7 @@ WITH few AS MATERIALIZED (
 ), moved AS (
     UPDATE saf.acknowledged a
     SET batch = %(batch)s, position = p.last, opened_at = %(opened_at)s
-    FROM {_PLACES}
+    FROM {PLACES}
     WHERE a.destination = %(destination)s AND a.lane = '' AND a.shard = p.shard
       AND a.batch = p.batch AND a.position = p.position AND %(closes)s
     RETURNING a.shard
@@ -206,7 +151,7 @@ WITH few AS MATERIALIZED (
         moved=f'''
         UNION ALL
         SELECT %(batch)s::bigint, m.last, %(opened_at)s
-        FROM {_PLACES.replace("AS p (", "AS m (")} WHERE m.shard = p.shard AND %(closes)s'''
+        FROM {PLACES.replace("AS p (", "AS m (")} WHERE m.shard = p.shard AND %(closes)s'''
     )
 }, checked AS MATERIALIZED (
     SELECT 1 / (((SELECT count(*) FROM h) = CASE WHEN %(closes)s OR yes
@@ -221,77 +166,16 @@ FROM checked, opens, places, services, messages
 """
 
 
-@dataclass(frozen=True)
-class Array:
-    """An array as a database sends it, in its binary form."""
-
-    oid: int
-    data: bytes
-
-
-class _Load(adapt.Loader):
-    format = pq.Format.BINARY
-
-    def load(self, data: adapt.Buffer) -> Array:
-        return Array(self.oid, bytes(data))
-
-
-class _Dump(adapt.Dumper):
-    format = pq.Format.BINARY
-
-    def __init__(self, cls: type, context: AdaptContext | None = None, oid: int = 0) -> None:
-        super().__init__(cls, context)
-        self.oid = oid
-
-    def get_key(self, obj: Array, format: adapt.PyFormat) -> Any:  # noqa: A002, ARG002 - psycopg
-        return self.cls, obj.oid
-
-    def upgrade(self, obj: Array, format: adapt.PyFormat) -> _Dump:  # noqa: A002, ARG002 - as above
-        return _Dump(self.cls, None, obj.oid)
-
-    def dump(self, obj: Array) -> bytes:
-        return obj.data
-
-
 class Source:
     """A session at a source, which passes arrays on as they are."""
 
     def __init__(self, dsn: Dsn) -> None:
-        self.connection = dsn.connect(role="mark", autocommit=True)
-        self.connection.execute(PLANS)
-        self.connection.prepare_threshold = 0
-        for kind in {*IN_TABLES.values()}:
-            self.connection.adapters.register_loader(
-                self.connection.adapters.types[kind].array_oid, _Load
-            )
-        self.connection.adapters.register_dumper(Array, _Dump)
+        self.connection = passing(dsn.connect(role="mark", autocommit=True))
 
     def ask(self, statement: str, params: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the row of a statement, by column."""
         with psycopg.Cursor[Any](self.connection, row_factory=dict_row) as cursor:
             return cursor.execute(statement, params, binary=True).fetchone()
-
-    def close(self) -> None:
-        """End the session."""
-        self.connection.close()
-
-
-class Store:
-    """A session at a destination that is fit to store messages.
-
-    Raises the errors of `saf.broker.health.refuse`.
-    """
-
-    def __init__(self, dsn: Dsn) -> None:
-        self.connection = dsn.connect(role="deliver", autocommit=True)
-        check_schema(self.connection)
-        health.refuse(self.connection, "inbox")
-        self.connection.execute(DURABLE)
-        self.connection.execute(PLANS)
-        self.connection.prepare_threshold = 0
-        self.connection.adapters.register_dumper(Array, _Dump)
-        (identity,) = of_broker(self.connection, IDENTITY)
-        self.identity = UUID(str(identity))
 
     def close(self) -> None:
         """End the session."""
@@ -305,11 +189,18 @@ def forward(number: int, work: Work, rules: ForwardingRules) -> list[Receipt] | 
     place in its job.
     """
     destination = rules.destinations.get(work.alone or "")
-    if not isinstance(destination, Postgresql) or not _suits(work, rules):
+    if destination is None or not _suits(work, rules):
+        return None
+    address, connect = destination.broker(), destination.few_messages()
+    if address is None or connect is None:
         return None
     receipts = Receipts(number)
     try:
-        _forward(work, rules, destination.dsn, receipts)
+        with (
+            _session("little source", work.dsn, lambda: Source(work.dsn)) as source,
+            _session("little store", address, connect) as store,
+        ):
+            _forward(work, rules, source, store, receipts)
     except psycopg.Error as error:
         if error.sqlstate is None and not isinstance(error, LOST):
             raise  # not from the server: a defect of this module
@@ -329,48 +220,45 @@ def _suits(work: Work, rules: ForwardingRules) -> bool:
     )
 
 
-def _forward(work: Work, rules: ForwardingRules, dsn: Dsn, receipts: Receipts) -> None:
-    with (
-        _session("little source", work.dsn, Source) as source,
-        _session("little store", dsn, Store) as store,
-    ):
-        batch, whole = work.batch, receipts.of(None)
-        params: dict[str, Any] = {
-            "source": work.source,
-            "destination": store.identity,
-            "configured": work.configured,
-            "most": min(rules.chunk_rows, MOST),
-            "most_bytes": min(rules.chunk_bytes, MOST_BYTES),
-            "max_bytes": rules.max_bytes,
-            "revision": REVISION,
-            "done": batch.done,
-            "open": batch.open,
-            "opened_at": batch.opened_at,
-            "subscription_id": batch.subscription_id,
-            "owner": batch.owner,
-            "batch": batch.number,
-            "shards": array(batch.shards),
-            "epochs": array(epoch for _, epoch in batch.epochs),
-            "asides": array(
-                max(batch.set_aside_at.get(shard, ()), default=None) for shard in batch.shards
-            ),
-        }
-        ends = time.monotonic() + (0 if work.among_others else STAY_SECONDS)
-        found = source.ask(READ, params)
-        # a batch that is left open here is a task's
-        while found is not None and found["known"] and _leads(work, rules, found["counts"]):
-            params |= found
-            if not _stored(store, params, receipts, str(work.alone)):
-                return
-            found = _next(source, params, ends)
-            whole.complete = whole.closed = True
+def _forward(
+    work: Work, rules: ForwardingRules, source: Source, store: FewMessages, receipts: Receipts
+) -> None:
+    batch, whole = work.batch, receipts.of(None)
+    params: dict[str, Any] = {
+        "source": work.source,
+        "destination": store.identity,
+        "configured": work.configured,
+        "most": min(rules.chunk_rows, MOST),
+        "most_bytes": min(rules.chunk_bytes, MOST_BYTES),
+        "max_bytes": rules.max_bytes,
+        "done": batch.done,
+        "open": batch.open,
+        "opened_at": batch.opened_at,
+        "subscription_id": batch.subscription_id,
+        "owner": batch.owner,
+        "batch": batch.number,
+        "shards": array(batch.shards),
+        "epochs": array(epoch for _, epoch in batch.epochs),
+        "asides": array(
+            max(batch.set_aside_at.get(shard, ()), default=None) for shard in batch.shards
+        ),
+    }
+    ends = time.monotonic() + (0 if work.among_others else STAY_SECONDS)
+    found = source.ask(READ, params)
+    # a batch that is left open here is a task's
+    while found is not None and found["known"] and _leads(work, rules, found["counts"]):
+        params |= found
+        if not _stored(store, params, receipts, str(work.alone)):
+            return
+        found = _next(source, params, ends)
+        whole.complete = whole.closed = True
 
 
-def _stored(store: Store, params: dict[str, Any], receipts: Receipts, name: str) -> bool:
+def _stored(store: FewMessages, params: dict[str, Any], receipts: Receipts, name: str) -> bool:
     """Store messages, unless the destination's marks differ; return whether they are stored."""
     began, counts = perf_counter(), params["counts"]
     fail_point("mom_insert")
-    if not store.connection.execute(STORE, {**params, "services": list(counts)}).rowcount:
+    if not store.store({**params, "services": list(counts)}):
         return False
     fail_point("mom_commit")
     receipt, messages = receipts.of(name), sum(counts.values())
@@ -410,13 +298,13 @@ def _leads(work: Work, rules: ForwardingRules, services: Iterable[str]) -> bool:
     return True
 
 
-S = TypeVar("S", Source, Store)
+S = TypeVar("S", Source, FewMessages)
 
 
 @contextmanager
-def _session(role: str, dsn: Dsn, connect: Callable[[Dsn], S]) -> Iterator[S]:
+def _session(role: str, dsn: Dsn, connect: Callable[[], S]) -> Iterator[S]:
     """Yield a session that is kept from one batch to the next, unless the block raises."""
-    session = connections.take(role, dsn, partial(connect, dsn), lambda _: None)
+    session = connections.take(role, dsn, connect, lambda _: None)
     try:
         yield session
     except BaseException:
