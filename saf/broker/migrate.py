@@ -104,7 +104,7 @@ class Migrated:
 
 
 def migrate(where: str | Dsn | Conn, shards: int | None = None) -> Migrated:
-    """Upgrade a database to the newest revision, creating the schema if it is missing.
+    """Upgrade a database to the newest revision, creating a missing schema; return what was done.
 
     It is safe to repeat.
 
@@ -116,9 +116,6 @@ def migrate(where: str | Dsn | Conn, shards: int | None = None) -> Migrated:
             sends wait if the outbox changes. The user needs CREATE on the database for the first
             migration, and must own the schema for later ones.
         shards: 1 to 1024, for the first migration (default 64); later the same number or None.
-
-    Returns:
-        what was done: the revision before, the revision now, the number of shards.
 
     Raises:
         ConfigurationError: the number of shards, the user's rights, or the server is unsuitable,
