@@ -416,7 +416,7 @@ def _text(statement: str) -> sa.TextClause:
 
 
 def of_caller(conn: object) -> _Psycopg | _SQLAlchemy:
-    """Return the transaction of a caller's connection, whose schema nobody has checked.
+    """Return the transaction of a caller's connection, without a check of the schema.
 
     Raises:
         UsageError: ``conn`` is not a connection, or it is closed.

@@ -22,7 +22,7 @@ CREATE FUNCTION saf.rated() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp AS 'BEGIN NEW.priority := 1; RETURN NEW; END';
 CREATE TRIGGER rated BEFORE INSERT ON saf.outbox FOR EACH ROW EXECUTE FUNCTION saf.rated();
 """
-"""All that a revision may add while senders of the one before run; see docs/upgrading.md."""
+"""All that a revision may add while senders of the revision before it run."""
 BACK = """
 DROP TRIGGER rated ON saf.outbox;
 DROP FUNCTION saf.rated;

@@ -2,7 +2,7 @@
 
 A revision keeps the senders of the revision before it working (docs/upgrading.md). So what they
 run is in tests/migration/senders, a file for each revision, and tests run it at the next revision.
-After a change of what is sent, write the file of today's revision again:
+After a change of the statements, write the file of today's revision again:
 
     python -m tests.recorded_senders
 """

@@ -73,7 +73,7 @@ _RUNNING = Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Migrated:
-    """What a migration has done.
+    """The change that a migration has made.
 
     >>> def done(before: str | None, revision: str) -> Migrated:
     ...     return Migrated(database="shop", before=before, revision=revision, shards=64)
@@ -104,7 +104,7 @@ class Migrated:
 
 
 def migrate(where: str | Dsn | Conn, shards: int | None = None) -> Migrated:
-    """Upgrade a database to the newest revision, creating a missing schema; return what was done.
+    """Upgrade a database to the newest revision, creating a missing schema; return the change.
 
     It is safe to repeat.
 
@@ -123,7 +123,8 @@ def migrate(where: str | Dsn | Conn, shards: int | None = None) -> Migrated:
         SchemaMismatch: the database is newer than this library.
         RowsGone: its tables exist without their rows, as in a copy of the schema alone.
         Unavailable: the server does not answer, or ended the migration; nothing has changed.
-        UsageError: the connection is in autocommit without a transaction, or it is no connection.
+        UsageError: the connection is in autocommit without a transaction, or ``where`` is neither a
+            string nor a connection.
     """
     if shards is not None:
         shards = checked_shards(shards)
