@@ -149,7 +149,7 @@ def downgrade(connection: sa.Connection, revision: str) -> Migrated:
     """Downgrade to this revision, in the connection's transaction.
 
     Raises:
-        ConfigurationError: the revision is the one before the baseline.
+        ConfigurationError: the revision is older than the baseline.
     """
     return _run(connection, config(connection=connection), revision, down=True)
 
