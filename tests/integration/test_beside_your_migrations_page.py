@@ -12,6 +12,7 @@ import pytest
 import saf.alembic
 from saf.broker.migrate import migrate
 from saf.database import REVISION, Dsn, check_schema, fetch
+from tests.next_package import NEXT, next_package, python
 from tests.pages import blocks, page, unmarked_shells
 from tests.pipeline import connect
 from tests.programs import activated, run, url
@@ -278,6 +279,57 @@ def test_the_tree_as_sql_brings_the_same(empty: Dsn, tmp_path: Path) -> None:
         check_schema(connection)
         assert fetch(connection, "SELECT version_num FROM public.alembic_version") == [("a1",)]
     assert not migrate(empty).changed
+
+
+LATER = f"""
+import saf.alembic
+from alembic import op
+
+revision = "a2"
+down_revision = "a1"
+
+
+def upgrade() -> None:
+    op.saf_upgrade("{NEXT}", since="{REVISION}")
+
+
+def downgrade() -> None:
+    op.saf_downgrade("{REVISION}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("migrated_before", [False, True])
+def test_a_later_revision_goes_up_and_back_in_the_tree(
+    empty: Dsn, tmp_path: Path, migrated_before: bool
+) -> None:
+    package = next_package(tmp_path / "next")
+    env = {"PATH": activated(), "PYTHONPATH": str(package)}
+    own_tree(tmp_path, empty)
+    (tmp_path / "migrations" / "versions" / "a2_later.py").write_text(LATER)
+
+    def alembic(*arguments: str) -> str:
+        done = run(["alembic", *arguments], env=env, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def revision() -> str:
+        with connect(empty) as connection:
+            ((found,),) = fetch(connection, "SELECT version_num FROM saf.alembic_version")
+        return str(found)
+
+    if migrated_before:  # a1 meets a newer schema, and a2 its own
+        python(package, "-m", "saf", "migrate", "--dsn", empty.conninfo)
+    alembic("upgrade", "a1")
+    assert revision() == (NEXT if migrated_before else REVISION)
+    alembic("upgrade", "a2")
+    assert revision() == NEXT
+    alembic("downgrade", "a1")
+    assert revision() == REVISION
+    script = alembic("upgrade", "a1:a2", "--sql")
+    with empty.connect(role="test", autocommit=True) as connection:
+        connection.execute(script.encode())
+    assert revision() == NEXT
 
 
 # Flask-Migrate
