@@ -89,13 +89,13 @@ def rolled_back(block: psycopg.Transaction) -> None:
 
 @contextmanager
 def by_sqlalchemy(dsn: Dsn) -> Iterator[tuple[Any, Callable[[str], Any]]]:
-    with sa.create_engine(url(dsn)).connect() as connection:
+    with sa.create_engine(url(dsn), poolclass=sa.pool.NullPool).connect() as connection:
         yield connection, lambda statement: ended(connection, statement)
 
 
 @contextmanager
 def by_session(dsn: Dsn) -> Iterator[tuple[Any, Callable[[str], Any]]]:
-    with Session(sa.create_engine(url(dsn))) as session:
+    with Session(sa.create_engine(url(dsn), poolclass=sa.pool.NullPool)) as session:
         yield session, lambda statement: ended(session, statement)
 
 
@@ -194,7 +194,7 @@ def test_djangos_connection_migrates_inside_an_atomic_block(empty: Dsn) -> None:
 def test_a_connection_in_autocommit_is_refused_because_half_a_schema_could_stay(
     empty: Dsn,
 ) -> None:
-    engine = sa.create_engine(url(empty), isolation_level="AUTOCOMMIT")
+    engine = sa.create_engine(url(empty), isolation_level="AUTOCOMMIT", poolclass=sa.pool.NullPool)
     with (
         psycopg.connect(empty.conninfo, autocommit=True) as bare,
         engine.connect() as connection,
