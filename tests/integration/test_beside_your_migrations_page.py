@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class DeadLetter(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
 """
 
-CONFIGURE = re.compile(r" +context\.configure\(\s+connection=connection.*?\n +\)\n", re.DOTALL)
+CONFIGURE = re.compile(r"^( +)context\.configure\(\s*connection=connection[^)]*\)\n", re.MULTILINE)
 
 
 def block(kind: str) -> str:
@@ -78,8 +79,8 @@ def tree(folder: Path, dsn: Dsn, *, template: str = "generic", configure: str = 
         "target_metadata = None",
         f"from models import Base\n\ntarget_metadata = Base.metadata\ninclude_name = {EVERYTHING}",
     )
-    lines = (configure or block("env")).splitlines(keepends=True)
-    text, replaced = CONFIGURE.subn("".join(f"        {line}" for line in lines), text)
+    code = configure or block("env")
+    text, replaced = CONFIGURE.subn(lambda found: textwrap.indent(code, found[1]), text)
     assert replaced == 1
     env.write_text(text)
     with connect(dsn) as connection:
@@ -253,7 +254,8 @@ def test_an_older_revision_than_the_package_knows_means_its_first(
         ('saf_upgrade("0038", shards=0)', "shards: expected a number from 1 to 1024, got 0"),
         ('saf_downgrade("base")', "'base' is not a revision of saf's schema"),
         (
-            'get_context().autocommit_block().__enter__(); op.saf_upgrade("0038")',
+            "get_context()\n    with op.get_context().autocommit_block():\n"
+            '        op.saf_upgrade("0038")',
             "in autocommit and no transaction is open",
         ),
     ],
