@@ -146,7 +146,7 @@ def test_without_the_function_autogenerate_would_drop_saf(app: Dsn, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("helped", [True, False])
+@pytest.mark.parametrize("helped", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_model_that_maps_a_table_of_saf_changes_nothing_there(
     app: Dsn, tmp_path: Path, helped: bool
 ) -> None:
@@ -250,9 +250,15 @@ def test_an_older_revision_than_the_package_knows_means_its_first(
     ("operation", "said"),
     [
         ('saf_upgrade("0999")', "'0999' is not a revision of saf's schema: this version of the"),
-        ('saf_upgrade("head")', "'head' is not a revision of saf's schema"),
+        pytest.param(
+            *('saf_upgrade("head")', "'head' is not a revision of saf's schema"),
+            marks=pytest.mark.full,
+        ),
         ('saf_upgrade("0038", shards=0)', "shards: expected a number from 1 to 1024, got 0"),
-        ('saf_downgrade("base")', "'base' is not a revision of saf's schema"),
+        pytest.param(
+            *('saf_downgrade("base")', "'base' is not a revision of saf's schema"),
+            marks=pytest.mark.full,
+        ),
         (
             "get_context()\n    with op.get_context().autocommit_block():\n"
             '        op.saf_upgrade("0038")',
