@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import psycopg
 
-from saf.database import HAS_SCHEMA, REVISION, SCHEMA_REVISION, Dsn
+from saf.database import HAS_SCHEMA, REVISION, SCHEMA_REVISION, Dsn, pinned
 from saf.errors import (
     ConfigurationError,
     RowsGone,
@@ -161,7 +161,7 @@ def written(output: TextIO, revision: str, since: str | None, shards: int | None
     settings = config(shards=shards)
     settings.output_buffer = output
     settings.attributes["surrounded"] = True
-    with _RUNNING, _apart():
+    with _RUNNING, pinned.another_alembic():
         command.upgrade(settings, f"{since}:{revision}" if since else revision, sql=True)
 
 
@@ -198,7 +198,7 @@ def _run(
     database = str(connection.exec_driver_sql("SELECT current_database()").scalar())
     with _explained(f"database {database!r}"):
         try:
-            with _RUNNING, _apart():
+            with _RUNNING, pinned.another_alembic():
                 (command.downgrade if down else command.upgrade)(settings, revision)
         except CommandError as error:
             cause = error.__cause__
@@ -210,20 +210,6 @@ def _run(
             revision=str(connection.exec_driver_sql(SCHEMA_REVISION).scalar()),
             shards=settings.attributes["shards"],
         )
-
-
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Keep the ``op`` and ``context`` of an Alembic that runs around this one."""
-    from alembic import context, op
-
-    around = [vars(module).get("_proxy") for module in (context, op)]
-    try:
-        yield
-    finally:
-        for proxy in around:
-            if proxy is not None:
-                proxy._install_proxy()
 
 
 @contextmanager

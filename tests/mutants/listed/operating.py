@@ -645,7 +645,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a migration on the caller's connection takes it from the caller's Alembic",
-        "saf/broker/migrate.py",
+        "saf/database/pinned.py",
         "                proxy._install_proxy()\n",
         "                pass\n",
         "migration/test_migrate_on_connection.py::test_an_alembic_that_runs_around_it_goes_on",
