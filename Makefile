@@ -60,8 +60,9 @@ kafka: ## the jars of a Kafka broker, by Maven, once: for its tests, and for mak
 docs: $(VENV)/.installed ## the documentation as a site, in build/site; opens from the file system
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build
 
-pages: $(VENV)/.installed ## regenerate the reference pages from code, models and catalog
+pages: $(VENV)/.installed ## regenerate the reference pages from code, models and catalog, and what senders run
 	for page in cli settings python schema metrics guarantees; do $(PY) -m tests.$${page}_page; done
+	$(PY) -m tests.recorded_senders
 
 bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; some of them: make bench PARTS="drain brokers"
 	$(PY) -m benchmarks.bench $(PARTS)

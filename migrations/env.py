@@ -18,7 +18,7 @@ ASKED = context.get_x_argument(as_dictionary=True)
 
 
 def dsn() -> Dsn:
-    """Return the database to migrate: from `saf migrate`; for alembic, from SAF_DSN or -x dsn=…."""
+    """Return the database to migrate, for the alembic command: from SAF_DSN or -x dsn=…."""
     text = context.config.attributes.get("dsn") or ASKED.get("dsn") or os.environ.get("SAF_DSN")
     if not text:
         raise ConfigurationError(
@@ -28,7 +28,7 @@ def dsn() -> Dsn:
 
 
 def shards() -> int | None:
-    """Return the number of shards: from `saf migrate --shards`; for alembic, from -x shards=…."""
+    """Return the number of shards: from `saf.migrate`; for alembic, from -x shards=…."""
     asked = context.config.attributes.get("shards") or ASKED.get("shards")
     return None if asked is None else checked_shards(asked)
 
@@ -41,6 +41,8 @@ def offline() -> None:
         version_table_schema=SCHEMA,
         literal_binds=True,
         dialect_opts={"paramstyle": "named"},
+        # inside another migration, whose BEGIN and COMMIT are printed already
+        transactional_ddl=not context.config.attributes.get("surrounded"),
     )
     with context.begin_transaction():
         context.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}")
@@ -48,19 +50,27 @@ def offline() -> None:
 
 
 def online() -> None:
-    """Migrate in one transaction; concurrent migrations wait for each other."""
+    """Migrate on the caller's connection, in its transaction; else in one of its own."""
+    given = context.config.attributes.get("connection")
+    if given is not None:
+        migrate(given)
+        return
     engine = dsn().engine(role="migrate", poolclass=sa.pool.NullPool)
     with engine.connect() as connection, connection.begin():
-        connection.execute(
-            sa.text("SELECT pg_advisory_xact_lock(hashtextextended('saf migrate', 0))")
-        )
-        # checked first, because IF NOT EXISTS needs the right to create even if the schema exists
-        if not connection.scalar(sa.text(f"SELECT to_regnamespace('{SCHEMA}')")):
-            connection.execute(sa.text(f"CREATE SCHEMA {SCHEMA}"))
-        context.config.attributes["shards"] = settle(connection, shards())
-        context.configure(connection=connection, version_table_schema=SCHEMA)
-        with context.begin_transaction():
-            context.run_migrations()
+        migrate(connection)
+
+
+def migrate(connection: sa.Connection) -> None:
+    """Migrate in one transaction; concurrent migrations wait for each other."""
+    connection.execute(sa.text("SELECT pg_advisory_xact_lock(hashtextextended('saf migrate', 0))"))
+    # checked first, because IF NOT EXISTS needs the right to create even if the schema exists
+    if not connection.scalar(sa.text(f"SELECT to_regnamespace('{SCHEMA}')")):
+        connection.execute(sa.text(f"CREATE SCHEMA {SCHEMA}"))
+    before, number = settle(connection, shards())
+    context.config.attributes.update(before=before, shards=number)
+    context.configure(connection=connection, version_table_schema=SCHEMA)
+    with context.begin_transaction():
+        context.run_migrations()
 
 
 try:

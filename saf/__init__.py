@@ -6,6 +6,7 @@ Receiving: `receive`, `areceive`, `Worker`, `Processor`, `Processors`, `handles`
            `traced`
 Routing:   `add_route`, `Resolved`; `saf.routing_service`, which needs Arrow, serves routers that
            forward
+Schema:    `migrate`, `Migrated`; `saf.alembic` serves an application's own Alembic
 Signing:   `Signer`, `Key`, `Keys`
 Dialogs:   `begin_dialog`, `open_dialog`, `Dialog`, `begin_monolog`, `conversations`,
            `group_state`, `set_group_state`, `move_dialog`, `create_contract`, `create_message_type`
@@ -15,6 +16,7 @@ This module imports neither the forwarder (`saf.forwarding`) nor `saf.spark`: an
 only sends needs neither Spark nor Arrow.
 """
 
+from saf.broker.migrate import Migrated, migrate
 from saf.broker.services import create_service, create_services
 from saf.dialogs.arrival import Dialogs
 from saf.dialogs.contracts import create_contract, create_message_type
@@ -95,6 +97,7 @@ __all__ = [
     "Key",
     "Keys",
     "Message",
+    "Migrated",
     "MissingExtra",
     "NoSuchContract",
     "NoSuchService",
@@ -138,6 +141,7 @@ __all__ = [
     "group_state",
     "handles",
     "inbox_once",
+    "migrate",
     "move_dialog",
     "open_dialog",
     "receive",

@@ -118,7 +118,7 @@ class Outbox:
         self.allow_autocommit = allow_autocommit
         self.signer = signer
         self._encode = Encoder(encoder)
-        self._enter = Entrance("writer")
+        self._enter = Entrance("writer", sends=True)
 
     def send(
         self,
@@ -153,7 +153,8 @@ class Outbox:
         Raises:
             InvalidMessage: the message cannot be stored; raised before anything is written.
             AutocommitError: the connection would commit the message separately.
-            SchemaMissing, SchemaMismatch: the database is not a broker of this version.
+            SchemaMissing, SchemaMismatch: the database is not a broker of this version, or of the
+                schema's next revision.
             ConfigurationError: the role may not send.
             UsageError: ``conn`` is not a connection to PostgreSQL, or it is closed.
         """

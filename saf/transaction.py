@@ -129,10 +129,12 @@ class Entrance:
 
     Args:
         duty: the kind of role that may do the work, for `saf grant --role`.
+        sends: only statements of senders are run, which also work at the schema's next revision.
     """
 
-    def __init__(self, duty: str = "dialog") -> None:
+    def __init__(self, duty: str = "dialog", *, sends: bool = False) -> None:
         self.duty = duty
+        self.sends = sends
         self._checked: dict[object, bool] = {}
         """By database, whether a pooler is in between."""
 
@@ -145,7 +147,7 @@ class Entrance:
             ConfigurationError: the role lacks a right.
             UsageError: ``conn`` is not a connection, or it is closed.
         """
-        transaction = _transaction(conn)
+        transaction = of_caller(conn)
         if not allow_autocommit and transaction.commits_by_itself():
             raise AutocommitError
         pooled = self._checked.get(transaction.database)
@@ -167,7 +169,7 @@ class Entrance:
         ((exists,),) = yield HAS_SCHEMA
         ((name, process, is_empty),) = yield WHO_AND_WHERE
         found = (yield SCHEMA_REVISION) if exists else []
-        require_schema(str(name), exists, found)
+        require_schema(str(name), exists, found, sends=self.sends)
         if is_empty:
             raise RowsGone(str(name), ["saf.broker is empty"])
         pooled = self._checked[transaction.database] = transaction.process not in (None, process)
@@ -413,7 +415,12 @@ def _text(statement: str) -> sa.TextClause:
     return _texts[statement]
 
 
-def _transaction(conn: object) -> Transaction:
+def of_caller(conn: object) -> _Psycopg | _SQLAlchemy:
+    """Return the transaction of a caller's connection, without a check of the schema.
+
+    Raises:
+        UsageError: ``conn`` is not a connection, or it is closed.
+    """
     if isinstance(conn, psycopg.Connection):
         return _Psycopg(conn)
     if isinstance(conn, psycopg.Cursor):
@@ -438,7 +445,7 @@ def _transaction(conn: object) -> Transaction:
             "`await outbox.asend_many(…)`; for other functions of saf, with SQLAlchemy, "
             "`await session.run_sync(function, …)`"
         )
-    raise UsageError(f"cannot send on a {described(conn)}: expected {EXPECTED}")
+    raise UsageError(f"cannot use a {described(conn)}: expected {EXPECTED}")
 
 
 def _of_django(conn: object) -> psycopg.Connection[Any] | None:

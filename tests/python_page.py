@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import saf
+import saf.alembic
 import saf.config
 import saf.spark
 import saf.testing
@@ -49,6 +50,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         *("Policy", "inbox_once", "create_service", "traced"),
     ),
     "Routing": ("add_route", "Resolved"),
+    "Schema": ("migrate", "Migrated"),
     "Dialogs": (
         *("begin_dialog", "open_dialog", "Dialog", "begin_monolog", "conversations"),
         *("Conversation", "group_state", "set_group_state", "move_dialog", "create_contract"),
@@ -58,6 +60,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 MODULES: Mapping[str, Any] = {
+    "saf.alembic.include_name": saf.alembic.include_name,
+    "saf.alembic.include_object": saf.alembic.include_object,
     "saf.config.load": saf.config.load,
     "saf.config.load_signer": saf.config.load_signer,
     "saf.config.load_keys": saf.config.load_keys,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from alembic import context, op
+from alembic import context
 
-from saf.broker.migrate import baseline
+from saf.broker.migrate import apply, baseline
 from saf.errors import ConfigurationError
 
 revision = "0038"
@@ -27,7 +27,7 @@ def upgrade() -> None:
         sql = baseline(name)
         for part, text in parts.items():
             sql = sql.replace(part, text)
-        op.execute(sql)
+        apply(sql)
 
 
 def downgrade() -> None:

@@ -19,11 +19,12 @@ from uuid import uuid4
 import typer
 
 from saf.broker.grants import Kind, grant
+from saf.broker.migrate import migrate
 from saf.broker.services import OWN, create_subscription, remove_subscription, services
 from saf.cli.console import echo
 from saf.cli.schema import warn_of_search_path
 from saf.config import DEFAULT_FILE, Settings, load
-from saf.database import HAS_SCHEMA, REVISION, Dsn, fetch, unavailable_if_lost
+from saf.database import Dsn, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, MissingExtra, SafError
 from saf.outbox import Outbox
 
@@ -100,17 +101,17 @@ def command(
 
 def _migrate(name: str, dsn: Dsn) -> None:
     """Check that a database answers, find out what it has, and bring its schema up to date."""
-    from saf.broker.migrate import migrate  # alembic is slow to import
-
     with (
         unavailable_if_lost(f"database {dsn}"),
         dsn.connect(role="init", autocommit=True) as connection,
     ):
         ((version,),) = fetch(connection, VERSION)
-        ((before,),) = fetch(connection, HAS_SCHEMA)
-    migrate(dsn)
-    done = "brought up to date" if before else "created"
-    echo(f"{name}: database {dsn.database} on PostgreSQL {version}, saf schema {REVISION} {done}")
+    done = migrate(dsn)
+    change = "created" if done.before is None else "brought up to date"
+    echo(
+        f"{name}: database {dsn.database} on PostgreSQL {version}, saf schema {done.revision} "
+        f"{change}"
+    )
     warn_of_search_path(dsn)
 
 

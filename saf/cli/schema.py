@@ -14,9 +14,10 @@ import psycopg
 import typer
 
 from saf.broker import grants, senders, whole
+from saf.broker import migrate as schema
 from saf.cli.brokers import AsJson, Brokers, Commands
 from saf.cli.console import Table, echo
-from saf.database import REVISION, Dsn, check_schema, unavailable_if_lost
+from saf.database import Dsn, check_schema, unavailable_if_lost
 from saf.errors import ConfigurationError
 
 OwnersDsn = Annotated[
@@ -47,11 +48,8 @@ def migrate(
     ] = None,
 ) -> None:
     """Create the saf schema in a database, or upgrade it. It is safe to repeat."""
-    from saf.broker import migrate as schema  # alembic is slow to import, and only needed here
-
     database = Dsn(dsn)
-    schema.migrate(database, shards=shards)
-    echo(f"{database.database}: saf schema {REVISION}")
+    echo(str(schema.migrate(database, shards=shards)))
     warn_of_search_path(database)
 
 

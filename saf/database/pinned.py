@@ -7,7 +7,8 @@ release lacks one. Each function states why it needs the attribute. The paragrap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,13 @@ PINNED = (
     Pinned("psycopg", "3.3.9", "psycopg.AsyncConnection", ("_prepared",)),
     Pinned("sqlalchemy", "2.1.9", "sqlalchemy.orm.SessionTransaction", ("_connections",)),
     Pinned("asyncpg", "0.32.0", "asyncpg.Connection", ("_addr", "_params")),
+    Pinned("alembic", "1.20.1", "alembic.operations.Operations", ("_install_proxy",)),
+    Pinned(
+        "alembic",
+        "1.20.1",
+        "alembic.runtime.environment.EnvironmentContext",
+        ("_install_proxy",),
+    ),
     Pinned("pika", "1.4.4", "pika.SelectConnection", ("_transport",)),
     Pinned("deltalake", "1.6.6", "deltalake.fs.DeltaStorageHandler", ("_handler",)),
     Pinned(
@@ -91,6 +99,25 @@ def login(connection: Any) -> tuple[str, object, str]:
     could be public properties, such as psycopg's ``Connection.info``.
     """
     return str(connection._params.user), connection._addr, connection._params.database
+
+
+@contextmanager
+def another_alembic() -> Iterator[None]:
+    """Run Alembic in a block, perhaps inside a migration, which keeps its ``op`` and ``context``.
+
+    Upstream: ``alembic.op`` and ``alembic.context`` are global. A command that runs inside a
+    migration removes both at its end, and the migration around it fails. Alembic could restore
+    what it has replaced.
+    """
+    from alembic import context, op
+
+    around = [vars(module).get("_proxy") for module in (context, op)]
+    try:
+        yield
+    finally:
+        for proxy in around:
+            if proxy is not None:
+                proxy._install_proxy()
 
 
 def abort(connection: Any) -> bool:

@@ -4,7 +4,9 @@
 meaning: the database is lost, it hangs, a right is missing. Nothing is retried here.
 
 *Schema.* Library and database must use the same tables, so `check_schema` requires the schema's
-revision to be `REVISION`. It only reads: an error names the command that repairs the schema.
+revision to be `REVISION`. A sender may also meet the next revision, because a revision keeps the
+statements of the senders before it working (docs/upgrading.md). Checks only read: an error names
+the command that repairs the schema.
 
 *Parameters.* psycopg inspects each element of a list several times to find the elements' type. For
 the 64 shards of a small batch, that takes longer than the query. So `array` writes an array as
@@ -154,8 +156,10 @@ def check_schema(connection: psycopg.Connection[Any]) -> None:
     require_schema(connection.info.dbname, exists, found)
 
 
-def require_schema(database: str, exists: object, found: Sequence[Sequence[Any]]) -> None:
-    """Raise unless ``database`` has the library's own revision.
+def require_schema(
+    database: str, exists: object, found: Sequence[Sequence[Any]], *, sends: bool = False
+) -> None:
+    """Raise unless ``database`` has the library's own revision, or one that a sender may meet.
 
     ``exists`` is the answer to `HAS_SCHEMA`, and ``found`` the rows of `SCHEMA_REVISION`.
     """
@@ -164,7 +168,18 @@ def require_schema(database: str, exists: object, found: Sequence[Sequence[Any]]
     if not found:
         raise RowsGone(database, ["saf.alembic_version is empty"])
     ((revision,),) = found
+    if sends and revision == following(REVISION):
+        return
     require_revision(database, revision)
+
+
+def following(revision: str) -> str:
+    """Return the name of the revision after this one.
+
+    >>> following("0038"), following("0099")
+    ('0039', '0100')
+    """
+    return f"{int(revision) + 1:04}"
 
 
 def require_revision(database: str, found: str) -> None:

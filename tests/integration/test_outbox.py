@@ -274,7 +274,7 @@ CREATE TRIGGER announce AFTER INSERT ON orders FOR EACH ROW EXECUTE FUNCTION ann
 
 
 def test_another_thing_than_a_connection_is_refused_by_name(outbox: Outbox) -> None:
-    with pytest.raises(UsageError, match=r"cannot send on a builtins\.str: expected a SQLAlchemy"):
+    with pytest.raises(UsageError, match=r"cannot use a builtins\.str: expected a SQLAlchemy"):
         outbox.send("postgresql://", "billing", b"")  # type: ignore[arg-type]
 
 

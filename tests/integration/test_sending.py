@@ -379,7 +379,7 @@ def test_another_databases_connection_gets_a_sentence(outbox: Outbox) -> None:
         outbox.send(session, "billing", b"")
     engine.dispose()
     lite = sqlite3.connect(":memory:")
-    with pytest.raises(UsageError, match=r"cannot send on a sqlite3\.Connection: expected a SQLA"):
+    with pytest.raises(UsageError, match=r"cannot use a sqlite3\.Connection: expected a SQLA"):
         outbox.send(lite, "billing", b"")  # type: ignore[arg-type]
     lite.close()
 

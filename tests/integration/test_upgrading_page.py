@@ -119,15 +119,17 @@ def test_writers_of_the_old_package_go_on_while_the_schema_is_migrated(
         assert numbers == [str(number) for number in range(count)], "in order, once, all of them"
 
 
-def test_who_starts_between_the_steps_of_an_upgrade_is_told_what_to_do(
+def test_who_starts_between_the_steps_of_an_upgrade_sends_or_is_told_what_to_do(
     new_database: Any, app: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = new_database("old")
     before = migrate_to_the_revision_before(old)
+    outbox = saf.Outbox(allow_autocommit=True)
     with connect(old) as connection, pytest.raises(SchemaMismatch, match="run `saf migrate"):
-        saf.Outbox(allow_autocommit=True).send(connection, "billing", "")
+        outbox.send(connection, "billing", "")
     monkeypatch.setattr(queries, "REVISION", before)
     with connect(app) as connection:
+        outbox.send(connection, "billing", "")
         with pytest.raises(SchemaMismatch, match="upgrade the saf-outbox package"):
-            saf.Outbox(allow_autocommit=True).send(connection, "billing", "")
+            queries.check_schema(connection)
         connection.execute("INSERT INTO saf.outbox (to_service, body) VALUES ('billing', '')")

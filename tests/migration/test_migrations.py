@@ -22,7 +22,7 @@ from psycopg.conninfo import make_conninfo
 
 from saf import Outbox
 from saf.broker.embedded import DEFAULT_VERSION, programs
-from saf.broker.migrate import BASELINE, BEFORE_BASELINE, config, migrate
+from saf.broker.migrate import BASELINE, BEFORE_BASELINE, config, migrate, revisions
 from saf.database import REVISION, Dsn, check_schema, fetch
 from saf.errors import ConfigurationError, RowsGone, SafError, SchemaMismatch, Unavailable
 from saf.operating.maintenance import purge_broker
@@ -148,6 +148,12 @@ def test_every_revision_can_be_ordered_by_its_name() -> None:
     scripts = ScriptDirectory.from_config(config(Dsn("dbname=none")))
     downwards = [script.revision for script in scripts.walk_revisions()]
     assert downwards == sorted(downwards, reverse=True)
+
+
+def test_revisions_have_consecutive_numbers() -> None:
+    # a sender accepts the revision whose number follows
+    known = revisions()
+    assert known == [f"{int(known[0]) + n:04}" for n in range(len(known))]
 
 
 # Shards

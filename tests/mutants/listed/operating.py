@@ -643,4 +643,42 @@ MUTANTS: list[Mutant] = [
         "    _configure_logging()\n",
         "unit/test_config.py::test_what_the_locale_cannot_encode_is_printed_nevertheless",
     ),
+    mutant(
+        "a migration on the caller's connection takes it from the caller's Alembic",
+        "saf/database/pinned.py",
+        "                proxy._install_proxy()\n",
+        "                pass\n",
+        "migration/test_migrate_on_connection.py::test_an_alembic_that_runs_around_it_goes_on",
+    ),
+    mutant(
+        "a migration in autocommit may stay half done",
+        "saf/broker/migrate.py",
+        "    if transaction.commits_by_itself():\n",
+        "    if False:\n",
+        "migration/test_migrate_on_connection.py::"
+        "test_a_connection_in_autocommit_is_refused_because_half_a_schema_could_stay",
+    ),
+    mutant(
+        "a migration commits the caller's transaction",
+        "saf/database/borrowed.py",
+        '        """Leave the rollback to the caller."""\n',
+        "        dbapi_connection.commit()  # type: ignore[attr-defined]\n",
+        "migration/test_migrate_on_connection.py::"
+        "test_on_a_connection_the_schema_exists_when_the_caller_commits",
+    ),
+    mutant(
+        "autogenerate finds the tables of saf",
+        "saf/alembic/__init__.py",
+        'parent_names.get("schema_name")) != SCHEMA',
+        'parent_names.get("schema_name")) != ""',
+        "integration/test_beside_your_migrations_page.py::"
+        "test_the_names_that_autogenerate_leaves_out_are_safs_alone",
+    ),
+    mutant(
+        "a printed migration commits in the middle of the one around it",
+        "migrations/env.py",
+        'transactional_ddl=not context.config.attributes.get("surrounded"),',
+        "transactional_ddl=True,",
+        "integration/test_beside_your_migrations_page.py::test_the_tree_as_sql_brings_the_same",
+    ),
 ]

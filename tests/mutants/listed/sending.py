@@ -276,4 +276,26 @@ MUTANTS: list[Mutant] = [
         "if found > REVISION:",
         f"{SENT}::test_an_older_or_newer_schema_is_refused_and_the_transaction_survives",
     ),
+    mutant(
+        "an instance of the package before cannot send after the migration",
+        "saf/database/queries.py",
+        "if sends and revision == following(REVISION):",
+        "if False:",
+        "migration/test_senders_before.py::"
+        "test_an_instance_that_restarts_after_the_migration_sends_and_all_is_delivered",
+    ),
+    mutant(
+        "a sender takes any newer schema",
+        "saf/database/queries.py",
+        "if sends and revision == following(REVISION):",
+        "if sends and revision > REVISION:",
+        "migration/test_senders_before.py::test_two_revisions_ahead_are_refused",
+    ),
+    mutant(
+        "a dialog takes the next schema, as a sender does",
+        "saf/transaction.py",
+        "        self.sends = sends\n",
+        "        self.sends = True\n",
+        "migration/test_senders_before.py::test_only_an_outbox_may_be_one_revision_behind",
+    ),
 ]
