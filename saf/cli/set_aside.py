@@ -2,7 +2,8 @@
 
 ``saf parked`` shows why messages wait, e.g. for a destination, and until when: `lanes` by lane,
 each with its next attempt, and `messages` one by one. `retry_now_` makes lanes due now. ``saf
-dead`` shows the messages that need an operator. The decisions are those of `saf.cli.decisions`.
+dead`` shows the messages that need an operator. ``groups`` shows either by the causes of their
+failure. The decisions are those of `saf.cli.decisions`.
 Their ``--dry-run`` counts parked messages, and lists dead letters.
 """
 
@@ -148,8 +149,8 @@ def _show_groups(
             if groups.more:
                 echo(f"{name}: {counted(groups.more, 'smaller group')} more")
 
-    counts = {name: groups.groups for name, groups in found.items()}
-    round_.report({"failed": BY_GROUP.plain(rows), "groups": counts}, show, as_json=as_json)
+    more = {name: groups.more for name, groups in found.items()}
+    round_.report({"groups": BY_GROUP.plain(rows), "more": more}, show, as_json=as_json)
 
 
 @parking.command("list")
