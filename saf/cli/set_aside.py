@@ -73,10 +73,10 @@ Subject = Annotated[
 ]
 
 
-Group = Annotated[
-    str | None,
-    typer.Option(metavar="ID", help="Only this failure group, as `groups` shows it."),
-]
+def _group(shown_by: str) -> Any:
+    """Return the option for a failure group, as a command shows it."""
+    help_ = f"Only this failure group: an id that `{shown_by}` shows."
+    return Annotated[str | None, typer.Option(metavar="ID", help=help_)]
 
 
 def _lanes(*, kind: Kind | None, group: str | None, **criteria: Any) -> Lanes:
@@ -95,7 +95,7 @@ OF_LANES = {
     "destination": LaneDestination,
     "kind": LaneKind,
     "subject": Subject,
-    "group": Group,
+    "group": _group("saf parked groups"),
 }
 LANES = Options(OF_LANES, make=_lanes)
 MESSAGES = Options(
@@ -322,9 +322,7 @@ Error = Annotated[
 ]
 
 
-def _dead_letters(
-    *, ids: list[int] | None, group: str | None, **criteria: Any
-) -> DeadLetters:
+def _dead_letters(*, ids: list[int] | None, group: str | None, **criteria: Any) -> DeadLetters:
     found = DeadLetters(numbers=ids or None, group=check_group(group), **criteria)
     if found.reason is not None and found.reason not in REASONS:
         raise UsageError(f"--reason {found.reason}: the reasons are {', '.join(REASONS)}")
@@ -341,7 +339,7 @@ CRITERIA = Options(
         "before": Before,
         "subscription": Subscription,
         "error": Error,
-        "group": Group,
+        "group": _group("saf dead groups"),
     },
     make=_dead_letters,
 )
