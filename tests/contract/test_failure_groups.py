@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from saf.broker.services import create_service, create_subscription
-from saf.config import Settings
+from saf.config import Broker, Settings
 from saf.database import Dsn, fetch
 from saf.operating import decide, figures
 from saf.operating.decide import Decision, in_chunks
@@ -22,6 +23,7 @@ from saf.setaside.waiting import Lanes, due, parked, retry_now
 from saf.telemetry import metrics as m
 from tests.pipeline import connect
 
+SETTINGS = Settings(brokers={"shop": Broker(dsn=Dsn("dbname=shop"))})
 LETTER = """
 INSERT INTO saf.dead_letter (subscription_id, destination, shard, id, reason, error, to_service,
                              key, body, dead_letter_at)
@@ -31,7 +33,7 @@ FROM saf.subscription WHERE log = 'outbox' AND name = 'forwarder'
 """
 LETTERS = [
     ("rejected", "order 4711 of 'Jones' has no price", "billing", "a"),
-    ("rejected", "order 4712 of 'O''Brien' has no price", "billing", "b"),
+    ("rejected", "order 4712 of 'O'Brien' has no price", "billing", "b"),
     ("rejected", "order 4713 has no price", "billing", "c"),
     ("rejected", 'order 4714 of "Smith" has no price', "billing", "d"),
     ("rejected", "order 4715 of 'Jones' has no price", "shipping", "e"),
@@ -54,22 +56,26 @@ ANY = st.lists(
 )  # fmt: skip
 
 
+@pytest.fixture
+def readers(app: Dsn) -> Iterator[tuple[psycopg.Connection[Any], ...]]:
+    """Sessions that read literals in the two ways that there are."""
+    with connect(app) as one, connect(app) as other:
+        other.execute("SET standard_conforming_strings = off")
+        yield one, other
+
+
 @pytest.mark.every_postgresql
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
 @given(errors=ANY)
-def test_the_database_and_python_find_the_same_fingerprints(app: Dsn, errors: list[str]) -> None:
+def test_the_database_and_python_find_the_same_fingerprints(
+    readers: tuple[psycopg.Connection[Any], ...], errors: list[str]
+) -> None:
     texts = [error.encode("utf-8", "ignore").decode() for error in errors]
     texts.append("x " * 249 + "'cut inside' here")
-    if not (connections := CONNECTIONS.get(app)):
-        connections = CONNECTIONS[app] = (connect(app), connect(app))
-        connections[1].execute("SET standard_conforming_strings = off")
     query = f"SELECT {fingerprint_of('error')} FROM unnest(%(texts)s::text[]) AS t (error)"
-    for connection in connections:
+    for connection in readers:
         found = [value for (value,) in fetch(connection, query, {"texts": texts})]
         assert found == [fingerprint(text) for text in texts]
-
-
-CONNECTIONS: dict[Dsn, tuple[psycopg.Connection[Any], ...]] = {}
 
 
 def bury(connection: psycopg.Connection[Any], *letters: tuple[str, str, str, str]) -> None:
@@ -189,49 +195,47 @@ FROM saf.subscription WHERE name = 'reader'
 
 
 @pytest.fixture
-def waiting(app: Dsn) -> psycopg.Connection[Any]:
-    """Three keys that wait after a failure, two of them for one cause."""
-    connection = connect(app)
-    create_service(connection, "billing")
-    create_subscription(connection, "reader", service="billing")
-    for key, messages, error in (
-        ("A-1", 2, "KeyError: 'price'"),
-        ("A-2", 3, "KeyError: 'customer'"),
-        ("A-3", 4, "ValueError: no customer"),
-    ):
-        connection.execute(WAITING, {"key": key, "error": error})
-        connection.execute(PARK, {"key": key, "messages": messages})
-    connection.execute(AHEAD)
-    return connection
+def waiting(app: Dsn) -> Iterator[psycopg.Connection[Any]]:
+    """Three keys that wait after a failure, two of which have one cause."""
+    with connect(app) as connection:
+        create_service(connection, "billing")
+        create_subscription(connection, "reader", service="billing")
+        for key, messages, error in (
+            ("A-1", 2, "KeyError: 'price'"),
+            ("A-2", 3, "KeyError: 'customer'"),
+            ("A-3", 4, "ValueError: no customer"),
+        ):
+            connection.execute(WAITING, {"key": key, "error": error})
+            connection.execute(PARK, {"key": key, "messages": messages})
+        connection.execute(AHEAD)
+        yield connection
 
 
 @pytest.mark.every_postgresql
 def test_parked_messages_are_grouped_by_the_error_of_their_lane(
     waiting: psycopg.Connection[Any],
 ) -> None:
-    with waiting as connection:
-        first, second = failure_groups(connection, ParkedMessages()).shown
-        assert (first.messages, first.fingerprint, first.reason) == (5, "KeyError: …", "key")
-        assert (first.key, first.error) == ("A-2", "KeyError: 'customer'")
-        assert (second.messages, second.fingerprint) == (4, "ValueError: no customer")
-        rows = ParkedMessages(group=first.group).rows(connection)
-        assert [row.key for row in rows] == ["A-1"] * 2 + ["A-2"] * 3
-        assert len(decide.discard(connection, ParkedMessages(group=first.group), "")) == 5
-        left = ParkedMessages().rows(connection)
-        assert [row.key for row in left] == ["A-3"] * 4 + [None]
+    first, second = failure_groups(waiting, ParkedMessages()).shown
+    assert (first.messages, first.fingerprint, first.reason) == (5, "KeyError: …", "key")
+    assert (first.key, first.error) == ("A-2", "KeyError: 'customer'")
+    assert (second.messages, second.fingerprint) == (4, "ValueError: no customer")
+    rows = ParkedMessages(group=first.group).rows(waiting)
+    assert [row.key for row in rows] == ["A-1"] * 2 + ["A-2"] * 3
+    assert len(decide.discard(waiting, ParkedMessages(group=first.group), "")) == 5
+    left = ParkedMessages().rows(waiting)
+    assert [row.key for row in left] == ["A-3"] * 4 + [None]
 
 
 def test_lanes_of_a_group_are_listed_and_retried_alone(
     waiting: psycopg.Connection[Any],
 ) -> None:
-    with waiting as connection:
-        group, _ = failure_groups(connection, ParkedMessages()).shown
-        chosen = Lanes(group=group.group)
-        assert {lane.subject for lane in parked(connection, lanes=chosen).shown} == {"A-1", "A-2"}
-        assert due(connection, chosen).tried == 2
-        assert retry_now(connection, lanes=chosen) == 2
-        now = {lane.subject for lane in parked(connection).shown if lane.due}
-        assert now == {"A-1", "A-2"}
+    group, _ = failure_groups(waiting, ParkedMessages()).shown
+    chosen = Lanes(group=group.group)
+    assert {lane.subject for lane in parked(waiting, lanes=chosen).shown} == {"A-1", "A-2"}
+    assert due(waiting, chosen).tried == 2
+    assert retry_now(waiting, lanes=chosen) == 2
+    now = {lane.subject for lane in parked(waiting).shown if lane.due}
+    assert now == {"A-1", "A-2"}
 
 
 def test_messages_that_wait_for_different_services_at_a_destination_are_not_one_group(
@@ -265,7 +269,7 @@ def test_metrics_name_the_largest_group_of_each_subscription_and_reason_alone(ap
         many = [("rejected", f"{'word ' * n}fails", "billing", "k") for n in range(40)]
         bury(connection, *many)
         largest = dead_groups(connection, reason="rejected")[0]
-        samples = figures.asker(Settings())(connection, "shop")
+        samples = figures.asker(SETTINGS)(connection, "shop")
         found = {one.labels: one.value for one in samples if one.metric is m.DEAD_GROUP}
         series = [labels for labels in found if labels[3] == "rejected"]
         assert series == [("shop", "forwarder", "billing", "rejected", largest.group)]

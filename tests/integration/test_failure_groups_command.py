@@ -17,7 +17,8 @@ LETTERS = """
 INSERT INTO saf.dead_letter (subscription_id, destination, shard, id, reason, error, to_service,
                              key, body)
 SELECT subscription_id, 'mom', 0, n, 'rejected',
-       CASE WHEN n < 4 THEN 'no price in order ' || n ELSE 'no address' END, 'billing', 'k-' || n, ''
+       CASE WHEN n < 4 THEN 'no price in order ' || n ELSE 'no address' END, 'billing',
+       'k-' || n, ''
 FROM saf.subscription, generate_series(1, 4) AS n WHERE log = 'outbox' AND name = 'forwarder'
 """
 
@@ -29,7 +30,7 @@ def config(tmp_path: Path, app: Dsn, mom: Dsn) -> Path:
         connection.execute(LETTERS)
         connection.execute("INSERT INTO saf.route (service, destination) VALUES ('ship', 'other')")
         connection.execute(
-            "INSERT INTO saf.outbox (to_service, body) SELECT 'ship', 'y' FROM generate_series(1, 2)"
+            "INSERT INTO saf.outbox (to_service, body) VALUES ('ship', 'y'), ('ship', 'z')"
         )
         with Cycle(app, forwarding_rules(mom=mom, other=NOWHERE)) as cycle:
             cycle.run()

@@ -511,7 +511,7 @@ def dead_letters(patient: Patient) -> Found:
         if (most := largest.get(reason)) is None:
             yield "warning", f"{letters}, for example: {error}", f"retry or discard: {all_groups}"
             continue
-        share = f", {most.messages:,} of them for one cause" if most.messages < count else ""
+        share = f", {most.messages:,} with one cause" if most.messages < count else ""
         yield (
             "warning",
             f"{letters}{share}, for example: {most.error}",
