@@ -5,9 +5,9 @@ values, so that the errors have one fingerprint. The database groups a million e
 sending them: `FINGERPRINT` is the same function in SQL. Both use one pattern, and a test compares
 them. The pattern has neither lookaround nor captured groups, so PostgreSQL matches it in one pass.
 
-A value is one of these, and several in a row count as one value:
+An error counts up to a database's ``DETAIL``, which quotes a row, and up to `MOST_CHARACTERS`. A
+value is one of these, and several in a row count as one value:
 
-    DETAIL: …     a database's details, to the end: they quote a row
     "…"  '…'      a quoted text. Without a closing quote, it extends to the end, because a long
                   error may be cut inside. The apostrophe of a word such as "can't" begins no value
     A-17  1.5 s   a number, and the letters and signs that adjoin a digit: an id, a UUID, a time, a
@@ -29,6 +29,7 @@ from saf.setaside.lane import OF_SERVICE, THE_LANE
 PLACEHOLDER = "…"
 """Replaces each value in a fingerprint."""
 
+DETAIL = "DETAIL: "
 MOST_CHARACTERS = 500
 """Characters of an error that its fingerprint depends on, from the beginning."""
 
@@ -36,7 +37,7 @@ _NUMBER = r"[A-Za-z_.-]*[0-9](?:[A-Za-z0-9_.,:/+@-]*[A-Za-z0-9_])?"
 _DOUBLE = r'(?:\bb)?"(?:[^"\\]|\\.)*(?:"|\Z)'  # b"…" is how Python shows bytes
 _SINGLE = r"(?:\bb|\B)'(?:[^']|'[A-Za-z0-9_])*(?:'|\Z)"
 _VALUE = f"(?:{_DOUBLE}|{_SINGLE}|{_NUMBER})"
-PATTERN = rf"DETAIL: .*|{_VALUE}(?:(?:[,;] ?| ){_VALUE})*"
+PATTERN = rf"{_VALUE}(?:(?:[,;] ?| ){_VALUE})*"
 _VALUES = re.compile(PATTERN, re.ASCII | re.DOTALL)
 
 
@@ -52,7 +53,8 @@ def fingerprint(error: str) -> str:
     >>> fingerprint("shards 1, 2, 30 are not owned") == fingerprint("shards 7 are not owned")
     True
     """
-    return _VALUES.sub(PLACEHOLDER, error[:MOST_CHARACTERS])
+    text = error.partition(DETAIL)[0][:MOST_CHARACTERS]
+    return _VALUES.sub(PLACEHOLDER, text)
 
 
 def _literal(text: str) -> str:
@@ -75,8 +77,9 @@ def fingerprint_of(error: str) -> str:
 
     Collation "C" makes letters and digits those of ASCII in every database, as in `fingerprint`.
     """
-    text = f'left({error}, {MOST_CHARACTERS}) COLLATE "C"'
-    return f"regexp_replace({text}, {_literal(_in_sql(PATTERN))}, '{PLACEHOLDER}', 'g')"
+    text = f"left(split_part({error}, '{DETAIL}', 1), {MOST_CHARACTERS})"
+    pattern = _literal(_in_sql(PATTERN))
+    return f"""regexp_replace({text} COLLATE "C", {pattern}, '{PLACEHOLDER}', 'g')"""
 
 
 ID_DIGITS = 12

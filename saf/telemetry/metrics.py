@@ -191,7 +191,7 @@ DEAD_GROUP = _gauge(
     "saf_dead_letter_group_messages",
     "broker subscription service reason group",
     "Dead letters of the largest failure group of each subscription and reason, of the newest "
-    "10,000. `saf dead list --group` shows them.",
+    "2,000. `saf dead list --group` shows them.",
 )
 DROPPED = _counter(
     "saf_dropped_messages_total",

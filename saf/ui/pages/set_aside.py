@@ -116,7 +116,7 @@ MOST = 1_000_000
 """Most messages to count before a decision."""
 GROUPS = 50
 """Failure groups to show per broker."""
-GROUPED = 50_000
+GROUPED = 20_000
 """Most messages per broker to group, those set aside last: a page waits no longer."""
 MORE_FIELDS = ("group", "before", "beyond")
 """Criteria of the filters of both kinds; ``beyond`` is a number: only messages with greater ones.
