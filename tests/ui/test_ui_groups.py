@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping
 
 import pytest
 
@@ -59,7 +58,7 @@ def keys(app: Dsn) -> list[str]:
         return [key for (key,) in fetch(connection, "SELECT key FROM saf.dead_letter ORDER BY 1")]
 
 
-def fields(page: str, action: str) -> Mapping[str, str]:
+def fields(page: str, action: str) -> dict[str, str]:
     """The hidden fields of the first form for an action on a page."""
     form = page[page.index(f'action="{action}"') :].partition("</form>")[0]
     return dict(re.findall(r'name="(\w+)" value="([^"]*)"', form))
