@@ -267,10 +267,10 @@ def parked_groups(
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Show parked messages by the cause of their failure, the largest group first.
+    """Show parked messages by the cause of their failure.
 
-    A group's lanes failed with the same error but for numbers, ids, times and quoted values. The
-    error and the key of its newest message are the example.
+    The largest group comes first. A group's lanes failed with the same error but for numbers, ids,
+    times and quoted values. The error and the key of its newest message are the example.
     """
     _show_groups(round_, "parked", criteria, limit, as_json=as_json)
 
@@ -389,10 +389,10 @@ def dead_groups(
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Show dead letters by the cause of their failure, the largest group first.
+    """Show dead letters by the cause of their failure.
 
-    The errors of a group are the same but for numbers, ids, times and quoted values. The error and
-    the key of its newest message are the example.
+    The largest group comes first. The errors of a group are the same but for numbers, ids, times
+    and quoted values. The error and the key of its newest message are the example.
     """
     _show_groups(round_, "dead", criteria, limit, as_json=as_json)
 
