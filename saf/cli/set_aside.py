@@ -2,7 +2,8 @@
 
 ``saf parked`` shows why messages wait, e.g. for a destination, and until when: `lanes` by lane,
 each with its next attempt, and `messages` one by one. `retry_now_` makes lanes due now. ``saf
-dead`` shows the messages that need an operator. The decisions are those of `saf.cli.decisions`.
+dead`` shows the messages that need an operator. ``groups`` shows either by the causes of their
+failure. The decisions are those of `saf.cli.decisions`.
 Their ``--dry-run`` counts parked messages, and lists dead letters.
 """
 
@@ -35,9 +36,18 @@ from saf.operating.wording import at, counted
 from saf.setaside import audit, dead
 from saf.setaside.audit import Audited
 from saf.setaside.dead import REASONS
+from saf.setaside.failure_groups import FailureGroup, failure_groups
+from saf.setaside.fingerprint import check_group
 from saf.setaside.lane import Kind
 from saf.setaside.parking import BLOCKED
-from saf.setaside.selection import WHY, DeadLetter, DeadLetters, ParkedMessage, ParkedMessages
+from saf.setaside.selection import (
+    WHY,
+    DeadLetter,
+    DeadLetters,
+    ParkedMessage,
+    ParkedMessages,
+    Selection,
+)
 from saf.setaside.waiting import (
     Lanes,
     Parked,
@@ -63,14 +73,21 @@ Subject = Annotated[
 ]
 
 
-def _lanes(*, kind: Kind | None, **criteria: Any) -> Lanes:
-    return Lanes(lane=kind, **criteria)
+def _group(shown_by: str) -> Any:
+    """Return the option for a failure group, as a command shows it."""
+    help_ = f"Only this failure group: an id that `{shown_by}` shows."
+    return Annotated[str | None, typer.Option(metavar="ID", help=help_)]
+
+
+def _lanes(*, kind: Kind | None, group: str | None, **criteria: Any) -> Lanes:
+    return Lanes(lane=kind, group=check_group(group), **criteria)
 
 
 def _parked_messages(
-    *, ids: list[int] | None, kind: Kind | None, **criteria: Any
+    *, ids: list[int] | None, kind: Kind | None, group: str | None, **criteria: Any
 ) -> ParkedMessages:
-    return ParkedMessages(numbers=ids or None, lane=kind, **criteria)
+    group = check_group(group)
+    return ParkedMessages(numbers=ids or None, lane=kind, group=group, **criteria)
 
 
 OF_LANES = {
@@ -78,6 +95,7 @@ OF_LANES = {
     "destination": LaneDestination,
     "kind": LaneKind,
     "subject": Subject,
+    "group": _group("saf parked groups"),
 }
 LANES = Options(OF_LANES, make=_lanes)
 MESSAGES = Options(
@@ -108,6 +126,31 @@ ONE_BY_ONE = Table[ParkedMessage](
         row.key or "", f"{row.bytes:,}", row.error or "",
     ),
 )  # fmt: skip
+BY_GROUP = Table[FailureGroup](
+    *("group", "messages", "reason", "subscription", "destination", "service", "first", "last"),
+    *("example's key",),
+    below="example",
+    cells=lambda row: (
+        row.group, f"{row.messages:,}", row.reason, row.subscription, row.destination, row.service,
+        at(row.first_at), at(row.last_at), row.key or "", row.error,
+    ),
+)  # fmt: skip
+
+
+def _show_groups(
+    round_: Round, role: str, criteria: Selection[Any], limit: int, *, as_json: bool
+) -> None:
+    found = round_.visit(role, lambda connection: failure_groups(connection, criteria, limit))
+    rows = {name: groups.shown for name, groups in found.items()}
+
+    def show() -> None:
+        BY_GROUP.show(rows)
+        for name, groups in found.items():
+            if groups.more:
+                echo(f"{name}: {counted(groups.more, 'smaller group')} more")
+
+    more = {name: groups.more for name, groups in found.items()}
+    round_.report({"groups": BY_GROUP.plain(rows), "more": more}, show, as_json=as_json)
 
 
 @parking.command("list")
@@ -216,6 +259,22 @@ def messages(
     )
 
 
+@parking.command("groups")
+def parked_groups(
+    *,
+    round_: Brokers,
+    criteria: Annotated[ParkedMessages, MESSAGES],
+    limit: Limit = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Show parked messages by the cause of their failure.
+
+    The largest group comes first. A group's lanes failed with the same error but for numbers, ids,
+    times and quoted values. The error and the key of its newest message are the example.
+    """
+    _show_groups(round_, "parked", criteria, limit, as_json=as_json)
+
+
 def _count(
     round_: Round, criteria: ParkedMessages, *, to: str | None = None, as_json: bool
 ) -> None:
@@ -263,8 +322,8 @@ Error = Annotated[
 ]
 
 
-def _dead_letters(*, ids: list[int] | None, **criteria: Any) -> DeadLetters:
-    found = DeadLetters(numbers=ids or None, **criteria)
+def _dead_letters(*, ids: list[int] | None, group: str | None, **criteria: Any) -> DeadLetters:
+    found = DeadLetters(numbers=ids or None, group=check_group(group), **criteria)
     if found.reason is not None and found.reason not in REASONS:
         raise UsageError(f"--reason {found.reason}: the reasons are {', '.join(REASONS)}")
     return found
@@ -280,6 +339,7 @@ CRITERIA = Options(
         "before": Before,
         "subscription": Subscription,
         "error": Error,
+        "group": _group("saf dead groups"),
     },
     make=_dead_letters,
 )
@@ -319,6 +379,22 @@ def list_(
         _show_count(round_, criteria, as_json=as_json)
     else:
         _show_letters(round_, criteria, limit, as_json=as_json)
+
+
+@letters.command("groups")
+def dead_groups(
+    *,
+    round_: Brokers,
+    criteria: Annotated[DeadLetters, CRITERIA],
+    limit: Limit = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Show dead letters by the cause of their failure.
+
+    The largest group comes first. The errors of a group are the same but for numbers, ids, times
+    and quoted values. The error and the key of its newest message are the example.
+    """
+    _show_groups(round_, "dead", criteria, limit, as_json=as_json)
 
 
 @letters.command("audit")

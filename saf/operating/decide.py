@@ -43,7 +43,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 from uuid import UUID
 
@@ -126,6 +126,7 @@ class HeldDead:
         rows = fetch(connection, LOCKED_DEAD, chosen.params(limit, to))
         self._dead_letter_ids: list[int] = [number for number, _ in rows]
         self.message_ids: list[UUID] = [message_id for _, message_id in rows]
+        self.last = self._dead_letter_ids[-1] if rows else None
 
     def pass_on(
         self, connection: psycopg.Connection[Any], to: str | None, number: int, person: str | None
@@ -272,6 +273,8 @@ class Locked:
 
 class HeldParked:
     """Parked messages that are locked for a decision, and that no other process has in hand."""
+
+    last = None  # messages before them may be released later
 
     def __init__(
         self,
@@ -422,6 +425,10 @@ class Held(Protocol):
 
     message_ids: list[UUID]
 
+    @property
+    def last(self) -> int | None:
+        """The number after which the next messages are; None: anywhere."""
+
     def pass_on(
         self, connection: psycopg.Connection[Any], to: str | None, number: int, person: str | None
     ) -> None:
@@ -469,6 +476,17 @@ class Decision:
             Unavailable: a forwarder has them in hand, and does not release them in time; or it
                 took too long to decide about messages of receivers.
         """
+        return self.held(connection, chosen, why, person, limit).message_ids
+
+    def held(
+        self,
+        connection: psycopg.Connection[Any],
+        chosen: Selection[Any],
+        why: str,
+        person: str | None = None,
+        limit: int | None = None,
+    ) -> Held:
+        """Decide like `__call__`; return the messages as they were held."""
         passes_on = self.action != "discard"
         with connection.transaction():
             if passes_on:
@@ -480,7 +498,7 @@ class Decision:
                     held.pass_on(connection, self.to, number, person)
                 else:
                     held.give_up(connection)
-        return held.message_ids
+        return held
 
 
 retry, discard = Decision(action="retry"), Decision(action="discard")
@@ -511,5 +529,11 @@ def in_chunks(
     The connection is in autocommit.
     """
     chosen = chosen.until_now(connection)
-    while not stop() and (done := decision(connection, chosen, why, person, chunk)):
-        yield done
+    while not stop():
+        held = decision.held(connection, chosen, why, person, chunk)
+        if not held.message_ids:
+            return
+        yield held.message_ids
+        if held.last is not None:
+            # do not read again what did not match: a criterion may cost more than a decision
+            chosen = replace(chosen, after=held.last)

@@ -32,12 +32,17 @@ from saf.log.backlog import Backlog, Part, backlogs
 from saf.log.ring import AGE_COLUMN, SLOTS
 from saf.operating.forecast import Way, way
 from saf.routing.routes import current_routes
+from saf.setaside.failure_groups import failure_groups
 from saf.setaside.lane import Kind
+from saf.setaside.selection import DeadLetters
 from saf.telemetry import metrics as m
 from saf.telemetry.metrics import OTHER, Metric, Sample
 
 MOST = 100_000
 """Maximum number of messages set aside to count; larger numbers come from server statistics."""
+
+GROUPED = 2_000
+"""Maximum number of dead letters to group by their errors, which takes 20 µs for each."""
 
 SERVICES = 50
 """Number of services per broker with series of their own: those with the most messages."""
@@ -262,6 +267,12 @@ def _set_aside(connection: psycopg.Connection[Any], broker: str) -> Iterator[Sam
         yield _age(m.OLDEST_PARKED, since, broker, *lane)
     for name, reason, count in fetch(connection, sql.SQL(DEAD).format(**most)):
         yield _sample(m.DEAD, count, broker, name, reason)
+    named: set[tuple[str, str]] = set()
+    for group in failure_groups(connection, DeadLetters(), newest=GROUPED).shown:
+        if (of := (group.subscription, group.reason)) not in named:
+            named.add(of)
+            labels = (broker, group.subscription, group.service, group.reason, group.group)
+            yield _sample(m.DEAD_GROUP, group.messages, *labels)
     for fleet, count in fetch(connection, MISSING):
         yield _sample(m.MISSING_MEMBERS, count, broker, fleet)
     for name, reason, count in fetch(connection, DROPPED):

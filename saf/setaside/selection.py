@@ -32,6 +32,7 @@ from saf.database.queries import Page, number_at, page_of
 from saf.limits import HEADERS_READABLE
 from saf.log import shards
 from saf.setaside.dead import SHOWN
+from saf.setaside.fingerprint import DEAD_GROUP, PARKED_GROUP
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
 
 Row = TypeVar("Row")
@@ -161,6 +162,8 @@ class Selection(Generic[Row]):
     destination: str | None = None
     service: str | None = None
     key: str | None = None
+    group: str | None = None
+    """The id of a failure group; see `saf.setaside.fingerprint`."""
     before: datetime | None = None
     after: int | None = None
     """Only those with greater numbers: the next page."""
@@ -337,9 +340,10 @@ class DeadLetters(Selection[DeadLetter]):
     NUMBER, SINCE = "dead_letter_id", "dead_letter_at"
     COLUMNS = f"""reason, error, d.created_at, expires_at,
        CASE WHEN {HEADERS_READABLE} THEN headers::text END AS headers"""
-    CRITERIA = """
+    CRITERIA = f"""
   AND (%(reason)s::text IS NULL OR reason = %(reason)s)
-  AND (%(error)s::text IS NULL OR strpos(lower(error), lower(%(error)s)) > 0)"""
+  AND (%(error)s::text IS NULL OR strpos(lower(error), lower(%(error)s)) > 0)
+  AND {DEAD_GROUP}"""
     # If one of an open batch were deleted, the batch would set it aside again, or deliver it
     STAYS = f"""
 CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
@@ -362,9 +366,10 @@ class ParkedMessages(Selection[ParkedMessage]):
     NUMBER, SINCE = "parked_id", "parked_at"
     COLUMNS = f"""kind, subject, {BROKER}, p.created_at,
        (SELECT b.error FROM saf.backoff b WHERE {SAME_LANE}) AS error"""
-    CRITERIA = """
+    CRITERIA = f"""
   AND (%(lane)s::text IS NULL OR kind = %(lane)s)
-  AND (%(subject)s::text IS NULL OR subject = %(subject)s)"""
+  AND (%(subject)s::text IS NULL OR subject = %(subject)s)
+  AND {PARKED_GROUP}"""
     STAYS = f"""
 CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
      WHEN p.kind = '{Kind.DOUBT}' THEN 'doubt'

@@ -21,6 +21,7 @@ from pydantic import Field, StringConstraints, TypeAdapter
 from saf.database import fetch
 from saf.database.queries import Page, foreign, page_of
 from saf.setaside.audit import audit
+from saf.setaside.fingerprint import PARKED_GROUP
 from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Kind
 from saf.setaside.parking import BLOCKED, Backoff
 
@@ -75,6 +76,8 @@ class Lanes:
     lane: str | None = None
     """The kind of the lanes; see `saf.setaside.lane.Kind`."""
     subject: str | None = None
+    group: str | None = None
+    """The id of a failure group; see `saf.setaside.fingerprint`."""
 
 
 ANY = Lanes()
@@ -127,7 +130,8 @@ FROM (SELECT * FROM (
           WHERE (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
             AND (%(destination)s::text IS NULL OR w.destination = %(destination)s)
             AND (%(lane)s::text IS NULL OR w.kind = %(lane)s)
-            AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)) AS every
+            AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)
+            AND {PARKED_GROUP}) AS every
       WHERE %(after)s::text[] IS NULL OR ({PLACE})
             > ({", ".join(f"(%(after)s::text[])[{n}]::{t}" for n, t in enumerate(PLACE_TYPES, 1))})
       ORDER BY {PLACE} LIMIT %(limit)s) AS b
@@ -138,7 +142,8 @@ SELECT count(*) FROM saf.parked JOIN saf.subscription USING (subscription_id)
 WHERE %(subscription)s::text IS NULL OR name = %(subscription)s
 """
 
-OF_LANES = """
+OF_LANES = f"""
+  AND {PARKED_GROUP}
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
   AND (%(lane)s::text IS NULL OR kind = %(lane)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)

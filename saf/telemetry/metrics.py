@@ -1,7 +1,8 @@
 """Metrics: all metrics of saf, with name, kind, unit, labels and help text, and their counts.
 
 Names follow Prometheus: a unit at the end, `_total` for counters. No label contains a key, an id or
-a text that a sender chooses, except for the service, and only the busiest services are named.
+a text that a sender chooses, except for the service, and only the busiest services are named. Of
+failure groups, only the largest ones are named, by a hash.
 
 The data of a histogram is a `Tally`: numbers of values by size, in a fixed number of steps. A tally
 takes as much memory for a million values as for one, and can be pickled, so a task can return it to
@@ -185,6 +186,12 @@ DEAD = _gauge(
     "saf_dead_letters",
     "broker subscription reason",
     "Dead letters that wait for an operator. Counted up to 100,000.",
+)
+DEAD_GROUP = _gauge(
+    "saf_dead_letter_group_messages",
+    "broker subscription service reason group",
+    "Dead letters of the largest failure group of each subscription and reason, of the newest "
+    "2,000. `saf dead list --group` shows them.",
 )
 DROPPED = _counter(
     "saf_dropped_messages_total",

@@ -588,9 +588,9 @@ def test_lanes_that_fail_and_dead_letters_are_found_with_their_errors(app: Dsn, 
     severity, what, cure = the(diagnosis("dead_letters", app))
     assert (severity, what) == (
         "warning",
-        "1 dead letters, expired, such as: expires_at has passed",
+        "1 dead letter (expired), for example: expires_at has passed",
     )
-    assert "saf dead list" in cure
+    assert "saf dead groups" in cure
 
 
 # The command

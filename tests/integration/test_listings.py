@@ -107,9 +107,11 @@ FOUND = {("reconcile", 1), ("doctor", 1)}
 WHOLE = {
     ("dialog", "list"): [HANDLE, SERVICE, "17: mom rejects messages"],
     ("dead", "list"): [SERVICE, KEY, "rejected", "mom rejects messages"],
+    ("dead", "groups"): [SERVICE, KEY, "rejected", "mom rejects messages"],
     ("dead", "audit"): ["discard", "mom rejects messages"],
     ("contract", "list"): [CONTRACT, "initiator"],
     ("parked", "list"): ["billing", "knows no service"],
+    ("parked", "groups"): ["billing", "service", "knows no service"],
     ("route", "list"): [SERVICE, "since the move to the new hall"],
     ("route", "explain", SERVICE): [SERVICE, "yes"],
     ("topic", "list"): [f"{SERVICE}/prices", *DESTINATIONS],
@@ -136,7 +138,7 @@ SEVERAL_TABLES = {
     *(("outbox", "show", "1"), ("forward", "--explain")),
 }
 """Commands that show more than one table, or none."""
-LISTING = {"list", "status", "audit", "peek", "explain", "reconcile", "doctor", "purge"}
+LISTING = {"list", "groups", "status", "audit", "peek", "explain", "reconcile", "doctor", "purge"}
 """The names of commands that list something."""
 
 
@@ -215,7 +217,7 @@ def test_in_a_pipe_each_row_is_one_line_and_nothing_is_cut(
         [WHOLE[command]] if command not in SEVERAL_TABLES else [[one] for one in WHOLE[command]]
     ):
         assert any(all(text in line for text in texts) for line in lines), done.stdout
-    if command in {("dialog", "list"), ("dead", "list"), ("dead", "audit")}:
+    if command in {("dialog", "list"), ("dead", "list"), ("dead", "groups"), ("dead", "audit")}:
         assert lines[-1].endswith(ERROR)
 
 
@@ -231,6 +233,7 @@ def test_in_a_pipe_each_row_is_one_line_and_nothing_is_cut(
             "service list",
         ),
         *("subscription list", "parked list", "dead list", "dead audit", "dialog list"),
+        *("parked groups", "dead groups"),
         "outbox list",
     ],
 )

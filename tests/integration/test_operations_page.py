@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from saf.database import Dsn
+from saf.database import Dsn, fetch
+from saf.setaside.failure_groups import failure_groups
+from saf.setaside.selection import DeadLetters, ParkedMessages
 from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import connect, forward
 from tests.programs import send
@@ -52,3 +54,33 @@ def test_the_commands_of_the_operations_page_purge(folder: Path, app: Dsn, mom: 
     forward(app, mom=mom)
     said = shell(script.replace("/srv/", f"{folder}/"), folder, app, mom)
     assert '"broker": "shop"' in said
+
+
+GROUPS = """
+INSERT INTO saf.dead_letter (subscription_id, shard, id, reason, error, to_service, key, body)
+SELECT subscription_id, 1, n, 'rejected', 'no price in order ' || n, 'billing', n, ''
+FROM saf.subscription, generate_series(1, 3) AS n WHERE name = 'forwarder';
+INSERT INTO saf.backoff (subscription_id, destination, kind, attempts, error, next_attempt_at)
+SELECT subscription_id, 'mom', 'main', 1, 'it is down', now() + interval '1 h'
+FROM saf.subscription WHERE name = 'forwarder';
+INSERT INTO saf.parked (subscription_id, destination, shard, id, batch, position, to_service, body)
+SELECT subscription_id, 'mom', 1, 1, 1, 1, 'billing', ''
+FROM saf.subscription WHERE name = 'forwarder'
+"""
+
+
+def test_the_commands_of_the_operations_page_decide_about_a_group(
+    folder: Path, app: Dsn, mom: Dsn
+) -> None:
+    (script,) = blocks(page("operations.md"), "groups")
+    dead_id, parked_id = dict.fromkeys(re.findall(r"--group (\w+)", script))
+    with connect(app) as connection:
+        connection.execute(GROUPS)
+        for kind, shown in ((DeadLetters, dead_id), (ParkedMessages, parked_id)):
+            (group,) = failure_groups(connection, kind()).shown
+            script = script.replace(shown, group.group)
+        said = shell(script, folder, app, mom)
+        assert "no price in order 3" in said
+        assert fetch(connection, "SELECT count(*) FROM saf.dead_letter") == [(0,)]
+        due = "SELECT count(*) FROM saf.backoff WHERE next_attempt_at <= now()"
+        assert fetch(connection, due) == [(2,)], "the retried messages, and the group"

@@ -113,6 +113,54 @@ def test_dead_letters_from_before_an_outage_are_no_news_and_those_of_meanwhile_a
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_alert_about_dead_letters_names_the_largest_group(tmp_path: Path) -> None:
+    labels = 'broker="the \\"shop\\"", subscription="billing"'
+    group = 'service="orders", reason="rejected"'
+    figures = {
+        f'saf_dead_letters{{{labels}, reason="rejected"}}': "_x20 7x40",
+        f'saf_dead_letter_group_messages{{{labels}, {group}, group="0123456789ab"}}': "_x20 4x40",
+        f'saf_dead_letter_group_messages{{{labels}, {group}, group="ba9876543210"}}': "_x20 2x40",
+        'saf_dead_letters{broker="other", subscription="billing", reason="failed"}': "_x20 7x40",
+    }
+    rule = next(one for one in rules() if one["alert"] == "SafDeadLetters")
+    said = {
+        'the "shop"': "The largest failure group has 4, for service orders: "
+        "saf dead list --group 0123456789ab",
+        "other": "",
+    }
+    expected = [
+        {
+            "exp_labels": {"severity": "ticket", "broker": broker, "subscription": "billing"},
+            "exp_annotations": {
+                "summary": f"{broker}: 7 dead letters of billing wait for an operator, more than "
+                "15 minutes ago",
+                "description": description,
+                "runbook": rule["annotations"]["runbook"],
+            },
+        }
+        for broker, description in said.items()
+    ]
+    test = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [
+                    {"series": name, "values": values} for name, values in figures.items()
+                ],
+                "alert_rule_test": [
+                    {"eval_time": "25m", "alertname": rule["alert"], "exp_alerts": expected}
+                ],
+            }
+        ],
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump(test))
+    done = run([needed("promtool", "prometheus"), "test", "rules", file])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_each_alert_is_on_metrics_that_there_are_and_has_a_runbook() -> None:
     names = [rule["alert"] for rule in rules()]
     assert len({*names}) == len(names)
@@ -138,6 +186,7 @@ def test_each_panel_of_the_dashboard_asks_for_metrics_that_there_are() -> None:
             known = {one for name, _ in metrics_of(target["expr"]) for one in BY_NAME[name].labels}
             assert shown <= known, target
     left_out = {"saf_parked_lane_seconds", "saf_cycle_messages", "saf_purged_slots_total"}
+    left_out.add("saf_dead_letter_group_messages")  # an alert names the group
     assert asked == BY_NAME.keys() - left_out
 
 

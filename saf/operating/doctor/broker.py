@@ -38,8 +38,10 @@ from saf.operating.repair.set_back import set_back as who_was
 from saf.operating.wording import counted
 from saf.setaside import lane
 from saf.setaside.backoff import SHOWN
+from saf.setaside.failure_groups import FailureGroup, failure_groups
 from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE
 from saf.setaside.parking import Backoff
+from saf.setaside.selection import DeadLetters
 from saf.setaside.unhandled import unhandled
 
 
@@ -394,7 +396,7 @@ def parked_by(config: Settings) -> Check:
                 "error",
                 f"{more} more lanes need an operator, or have failed "
                 f"{patient.limits.many_attempts} times or more",
-                f"{patient.command('parked', 'list')}, with a --limit, names them",
+                f"{patient.command('parked', 'groups')} shows them by the causes of their failure",
             )
 
     return parked
@@ -492,15 +494,29 @@ def endpoints(patient: Patient) -> Found:
 
 
 DEAD = "SELECT reason, count(*), min(error) FROM saf.dead_letter GROUP BY 1 ORDER BY 1"
+GROUPED = 100_000
+"""Maximum number of dead letters to group by their errors, those that were set aside last."""
 
 
 def dead_letters(patient: Patient) -> Found:
-    """Report messages that wait for an operator."""
-    for reason, count, error in patient.ask(DEAD):
+    """Report messages that wait for an operator, and the largest failure group of each reason."""
+    found = patient.ask(DEAD)
+    groups = failure_groups(patient.connection, DeadLetters(), newest=GROUPED) if found else None
+    largest: dict[str, FailureGroup] = {}
+    for group in groups.shown if groups is not None else ():
+        largest.setdefault(group.reason, group)
+    for reason, count, error in found:
+        letters = f"{counted(count, 'dead letter')} ({reason})"
+        all_groups = patient.command("dead", "groups")
+        if (most := largest.get(reason)) is None:
+            yield "warning", f"{letters}, for example: {error}", f"retry or discard: {all_groups}"
+            continue
+        share = f", {most.messages:,} with one cause" if most.messages < count else ""
         yield (
             "warning",
-            f"{count} dead letters, {reason}, such as: {error}",
-            f"retry or discard them: {patient.command('dead', 'list')}",
+            f"{letters}{share}, for example: {most.error}",
+            f"fix the cause, then {patient.command('dead', 'retry', '--group', most.group)}, or "
+            f"discard them; all causes: {all_groups}",
         )
 
 

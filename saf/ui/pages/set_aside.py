@@ -22,6 +22,8 @@ from saf.errors import UsageError
 from saf.operating.decide import Decision
 from saf.setaside import audit as log
 from saf.setaside.dead import REASONS
+from saf.setaside.failure_groups import FailureGroups, failure_groups
+from saf.setaside.fingerprint import check_group
 from saf.setaside.lane import Kind
 from saf.setaside.selection import Counted, DeadLetters, ParkedMessages, Selection, staying_in_words
 from saf.setaside.waiting import Lanes, Waiting, due, parked, place_at, retry_now
@@ -33,7 +35,7 @@ LANES = 25
 LANES_OF_ONE = 50
 MOST_OF_A_LANE = 10_000
 """Most messages of a lane to count."""
-LANE_FIELDS = ("subscription", "destination", "lane", "subject")
+LANE_FIELDS = ("subscription", "destination", "lane", "subject", "group")
 
 
 def lanes(visit: Visit) -> Response:
@@ -103,6 +105,7 @@ def _lanes(visit: Visit) -> Lanes:
     given = {name: visit.given(name) for name in LANE_FIELDS}
     if given["lane"] is not None and given["lane"] not in [*Kind]:
         raise UsageError(f"unknown kind of lane {given['lane']!r}, only {', '.join(Kind)}")
+    check_group(given["group"])
     return Lanes(**given)
 
 
@@ -111,6 +114,13 @@ ROWS_OF_EACH = 10
 """Messages to show per broker while no broker is chosen."""
 MOST = 1_000_000
 """Most messages to count before a decision."""
+GROUPS = 50
+"""Failure groups to show per broker."""
+GROUPED = 20_000
+"""Most messages per broker to group, those set aside last: a page waits no longer."""
+MORE_FIELDS = ("group", "before", "beyond")
+"""Criteria of the filters of both kinds; ``beyond`` is a number: only messages with greater ones.
+A large backlog is grouped beyond a number, and a decision about a group concerns the same part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +141,9 @@ class SetAside:
     def messages(self, visit: Visit) -> Response:
         """Show messages, in the order in which they were set aside."""
         broker = visit.given("broker")
-        wanted = self._wanted(visit).going_on(visit.given("after"))
+        wanted = self._wanted(visit)
+        if visit.given("after"):
+            wanted = wanted.going_on(visit.given("after"))
         rows = ROWS if broker else ROWS_OF_EACH
         answers = visit.site.brokers.ask(
             lambda connection: wanted.page(connection, rows), [broker] if broker else None
@@ -152,6 +164,30 @@ class SetAside:
             options=self.choice[2],
             fields=self._fields(visit),
             destinations=[*visit.site.settings.destinations],
+        )
+
+    def groups(self, visit: Visit) -> Response:
+        """Show failure groups, the largest first, of the messages that were set aside last."""
+        broker = visit.given("broker")
+        wanted = self._wanted(visit)
+
+        def group(connection: psycopg.Connection[Any]) -> FailureGroups:
+            return failure_groups(connection, wanted, GROUPS, newest=GROUPED)
+
+        answers = visit.site.brokers.ask(group, [broker] if broker else None)
+        found = answers.found
+        shown = [(name, one) for name, groups in found.items() for one in groups.shown]
+        shown.sort(key=lambda row: row[1].messages, reverse=True)
+        return visit.page(
+            "groups.html",
+            title=f"Groups of {self.kind.WORD}s",
+            at=self.at,
+            kind=self.kind,
+            groups=shown,
+            found=found,
+            most=GROUPED,
+            errors=answers.errors,
+            fields=self._fields(visit),
         )
 
     def confirm(self, visit: Visit) -> Response:
@@ -239,14 +275,19 @@ class SetAside:
 
     def _fields(self, visit: Visit) -> dict[str, Any]:
         """Return the filter as the pages' forms and links pass it on."""
-        return {name: visit.given(name) for name in ("broker", *self.fields, "before")}
+        return {name: visit.given(name) for name in ("broker", *self.fields, *MORE_FIELDS)}
 
     def _wanted(self, visit: Visit) -> Selection[Any]:
         given: dict[str, Any] = {name: visit.given(name) for name in self.fields}
         name, word, values = self.choice
         if given[name] is not None and given[name] not in values:
             raise UsageError(f"unknown {word} {given[name]!r}, only {', '.join(values)}")
-        return self.kind(**given, before=moment_of(visit.given("before")))
+        return self.kind(
+            **given,
+            group=check_group(visit.given("group")),
+            before=moment_of(visit.given("before")),
+            after=number_of(visit.given("beyond")),
+        )
 
 
 def _numbers(visit: Visit, field: str) -> dict[str, list[int]]:

@@ -22,7 +22,45 @@ SCHEDULE = (
     f"{ISOLATED}::test_attempts_follow_service_brokers_schedule_over_restarts_and_success_resets_it"
 )
 
+GROUPED = "contract/test_failure_groups.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a value that is cut inside its quotes stays in the fingerprint",
+        "saf/setaside/fingerprint.py",
+        "(?:[^']|'[A-Za-z0-9_])*(?:'|\\Z)",
+        "(?:[^']|'[A-Za-z0-9_])*'",
+        "unit/test_fingerprints.py::test_what_is_quoted_is_not_in_the_fingerprint",
+    ),
+    mutant(
+        "a decision about a group concerns all dead letters",
+        SELECTION,
+        '  AND {DEAD_GROUP}"""\n',
+        '"""\n',
+        f"{GROUPED}::test_a_decision_about_a_group_concerns_its_messages_alone",
+    ),
+    mutant(
+        "a decision about a group reads all other dead letters again for each chunk",
+        DECIDE,
+        "            chosen = replace(chosen, after=held.last)\n",
+        "            pass\n",
+        f"{GROUPED}::test_a_decision_does_not_read_again_what_it_has_passed",
+    ),
+    mutant(
+        "the exporter names every group, and its series grow with the causes",
+        "saf/operating/figures.py",
+        "        if (of := (group.subscription, group.reason)) not in named:\n",
+        "        if (of := (group.subscription, group.reason)):\n",
+        f"{GROUPED}::test_metrics_name_the_largest_group_of_each_subscription_and_reason_alone",
+    ),
+    mutant(
+        "a decision from the dashboard concerns messages that it has not grouped",
+        "saf/ui/pages/set_aside.py",
+        '            after=number_of(visit.given("beyond")),\n',
+        "",
+        "ui/test_ui_groups.py::"
+        "test_of_a_large_backlog_the_page_says_what_it_has_grouped_and_decides_about_that",
+    ),
     mutant(
         "what a person took out of a lane is not remembered",
         "saf/operating/decide.py",
