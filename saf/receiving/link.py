@@ -280,6 +280,11 @@ def _on_django(alias: str) -> Iterator[Link]:
     from django.db import connections, transaction
 
     connection: Any = connections[alias]
+    if connection.in_atomic_block:
+        raise UsageError(
+            "a transaction is open on Django's connection: receive begins its own. A test that "
+            "receives is a TransactionTestCase, or marked django_db(transaction=True)"
+        )
     was_open = connection.connection is not None
     raw = below_django(connection)
     state = DjangoState(connection)

@@ -11,7 +11,7 @@ from django.db import connection, transaction
 from django.test import Client
 
 from saf.django.models import DeadLetter, InboxMessage, OutboxMessage, ParkedMessage
-from saf.testing import Clock, Drain
+from saf.testing import Drain
 from shop.models import outbox
 from work import worker
 
@@ -25,19 +25,15 @@ SECRET = "of-nobody-else"
 
 
 @pytest.fixture
-def messages(transactional_db: None, saf_drain: Drain, saf_clock: Clock, settings: Any) -> None:
-    """One message in each place."""
+def messages(transactional_db: None, saf_drain: Drain, settings: Any) -> None:
+    """A message in each place: A-1 is a dead letter, A-2 is parked."""
     del settings.SAF
     with transaction.atomic():
-        body = {"order": "A-1", "total": -1, "card": SECRET}
         headers = {"authorization": SECRET, "tenant": "acme"}
-        more: Any = {"message_type": "OrderPlaced", "headers": headers}
-        outbox.send(connection, "billing", body, key="A-1", **more)
-    for _ in range(5):
-        saf_drain(worker, errors="park")
-        saf_clock.move(minutes=10)
-    with transaction.atomic():
-        outbox.send(connection, "billing", body, key="A-2", **more)
+        for key, total in (("A-1", 0), ("A-2", -1)):
+            body = {"order": key, "total": total, "card": SECRET}
+            more: Any = {"message_type": "OrderPlaced", "headers": headers}
+            outbox.send(connection, "billing", body, key=key, **more)
     saf_drain(worker, errors="park")
 
 
@@ -47,32 +43,31 @@ def page(client: Client, path: str, status: int = 200) -> str:
     return answer.content.decode()
 
 
-@pytest.mark.parametrize("name", MODELS)
 def test_each_table_is_listed_and_its_messages_are_shown(
-    admin_client: Client, messages: None, name: str
+    admin_client: Client, messages: None
 ) -> None:
-    assert "A-1" in page(admin_client, f"{name}/") or "A-2" in page(admin_client, f"{name}/")
-    one = MODELS[name].objects.order_by("-pk").first()
-    shown = page(admin_client, f"{name}/{one.pk}/change/")
-    assert str(one.message_id) in shown
-    assert "acme" in shown
-    assert "hidden: SAF =" in shown
-    assert SECRET not in shown + page(admin_client, f"{name}/")
+    for name, model in MODELS.items():
+        one = model.objects.order_by("-pk").first()
+        listed = page(admin_client, f"{name}/")
+        assert one.key in listed
+        shown = page(admin_client, f"{name}/{one.pk}/change/")
+        assert str(one.message_id) in shown
+        assert "acme" in shown
+        assert "hidden: SAF =" in shown
+        assert SECRET not in shown + listed
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_nothing_can_be_added_changed_or_deleted(
-    admin_client: Client, messages: None, name: str
-) -> None:
-    one = MODELS[name].objects.order_by("-pk").first()
-    page(admin_client, f"{name}/add/", status=403)
-    page(admin_client, f"{name}/{one.pk}/delete/", status=403)
-    shown = page(admin_client, f"{name}/{one.pk}/change/")
-    assert not re.search(r'<(input|textarea|select)[^>]* name="(?!csrf)', shown)
-    answer = admin_client.post(f"/admin/saf/{name}/{one.pk}/change/", {"key": "B-1"})
-    assert answer.status_code == 403
-    assert "delete_selected" not in page(admin_client, f"{name}/")
-    assert MODELS[name].objects.get(pk=one.pk).key == one.key
+def test_nothing_can_be_added_changed_or_deleted(admin_client: Client, messages: None) -> None:
+    for name, model in MODELS.items():
+        one = model.objects.order_by("-pk").first()
+        page(admin_client, f"{name}/add/", status=403)
+        page(admin_client, f"{name}/{one.pk}/delete/", status=403)
+        shown = page(admin_client, f"{name}/{one.pk}/change/")
+        assert not re.search(r'<(input|textarea|select)[^>]* name="(?!csrf)', shown)
+        answer = admin_client.post(f"/admin/saf/{name}/{one.pk}/change/", {"key": "B-1"})
+        assert answer.status_code == 403
+        assert "delete_selected" not in page(admin_client, f"{name}/")
+        assert model.objects.get(pk=one.pk).key == one.key
 
 
 def test_bodies_are_shown_only_if_the_setting_says_so_and_are_redacted(
@@ -81,7 +76,7 @@ def test_bodies_are_shown_only_if_the_setting_says_so_and_are_redacted(
     one = OutboxMessage.objects.get(key="A-1")
     settings.SAF = {"bodies": True, "redact_paths": ["$.card"]}
     shown = page(admin_client, f"outboxmessage/{one.pk}/change/")
-    assert "&quot;total&quot;: -1" in shown
+    assert "&quot;total&quot;: 0" in shown
     assert SECRET not in shown
 
 
@@ -104,7 +99,7 @@ def test_a_key_or_an_id_is_found(admin_client: Client, messages: None) -> None:
 
 def test_a_dead_letter_shows_its_reason(admin_client: Client, messages: None) -> None:
     shown = page(admin_client, "deadletter/")
-    assert "a negative total" in shown
+    assert "a total of nothing" in shown
 
 
 def test_a_user_without_the_permission_sees_nothing(messages: None, django_user_model: Any) -> None:

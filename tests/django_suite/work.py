@@ -10,7 +10,7 @@ import saf
 from saf.django.tasks import task
 from shop.models import Invoice, Order
 
-worker = saf.Worker(connection, "billing")
+worker = saf.Worker(connection, "billing", policy=saf.Policy(permanent=(LookupError,)))
 after_commit: list[str] = []
 ran: list[object] = []
 
@@ -23,6 +23,8 @@ def placed(message: saf.Received, given: Any) -> None:
     Invoice.objects.create(order=order["order"], total=order["total"])
     if order["total"] < 0:
         raise ValueError("a negative total")
+    if order["total"] == 0:
+        raise LookupError("a total of nothing")
 
 
 @worker.handler("Swallowed")

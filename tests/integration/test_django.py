@@ -27,10 +27,12 @@ EXAMPLE = ROOT / "examples" / "with_django"
 SUITE = ROOT / "tests" / "django_suite"
 PAGE = (ROOT / "docs" / "django.md").read_text()
 
+RUNS = (("serialized",), ("schema", "receiving", "tasks", "admin"))
+"""The files of the suite: what each run of pytest gets."""
 INNER = [
-    f"{file.stem}::{node.name}"
-    for file in sorted(SUITE.glob("*.py"))
-    for node in ast.parse(file.read_text()).body
+    f"{name}::{node.name}"
+    for name in (one for names in RUNS for one in names)
+    for node in ast.parse((SUITE / f"{name}.py").read_text()).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
 ]
 
@@ -105,26 +107,28 @@ def suite(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     project = Project(tmp_path_factory.mktemp("suite"), database.dsn)
     for file in SUITE.glob("*.py"):
         shutil.copy(file, project.folder)
-    names = sorted(
-        file.name for file in SUITE.glob("*.py") if file.stem not in ("__init__", "work")
-    )
-    report = project.folder / "report.xml"
-    options = ["-p", "saf.testing", "-p", "no:cacheprovider", f"--junitxml={report}", "-q"]
-    warnings = ["-W", "error", "-W", "ignore::pytest.PytestDeprecationWarning"]
+    options = ["-p", "saf.testing", "-p", "no:cacheprovider", "-q", "-W", "error"]
+    found: dict[str, str] = {}
     try:
-        subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *warnings, "--ds=shop.settings", *names],
-            cwd=project.folder,
-            env=environment(**project.env),
-            timeout=280,
-            check=False,
-        )
-        found: dict[str, str] = {}
-        for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - our own
-            test = str(case.get("name")).partition("[")[0]
-            name = f"{case.get('classname')}::{test}"
-            texts = [one.text or "" for one in case if one.tag in ("failure", "error", "skipped")]
-            found[name] = found.get(name, "") + "\n".join(texts)
+        for names in RUNS:
+            report = project.folder / "report.xml"
+            subprocess.run(
+                [
+                    *(sys.executable, "-m", "pytest", *options, "--ds=shop.settings"),
+                    *(f"--junitxml={report}", *(f"{name}.py" for name in names)),
+                ],
+                cwd=project.folder,
+                env=environment(**project.env),
+                timeout=280,
+                check=False,
+            )
+            for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - our own
+                test = str(case.get("name")).partition("[")[0]
+                name = f"{case.get('classname')}::{test}"
+                said = [
+                    one.text or "" for one in case if one.tag in ("failure", "error", "skipped")
+                ]
+                found[name] = found.get(name, "") + "\n".join(said)
         yield found
         left = databases._run(
             "SELECT datname FROM pg_database WHERE datname = %(name)s",
