@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -43,13 +43,9 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
     from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
-    Conn = (
-        Session
-        | scoped_session[Session]
-        | sa.Connection
-        | psycopg.Connection[Any]
-        | psycopg.Cursor[Any]
-        | "DjangoConnection"
+    Conn: TypeAlias = (
+        "Session | scoped_session[Session] | sa.Connection | psycopg.Connection[Any]"
+        " | psycopg.Cursor[Any] | DjangoConnection"
     )
 
 

@@ -13,7 +13,7 @@ The logs have no index by id. So of outbox and inbox, the admin shows the newest
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import UUID
 
 from django.contrib import admin
@@ -50,8 +50,8 @@ class MessageAdmin(ModelAdmin):
 
     search_fields = ("key",)
     search_help_text = "a key or a message id, complete"
-    list_display: Any = ("to_service", "key", "message_type", "created_at")
-    list_filter: Any = ("to_service",)
+    list_display: ClassVar[Any] = ("to_service", "key", "message_type", "created_at")
+    list_filter: ClassVar[Any] = ("to_service",)
     list_per_page = 50
     show_full_result_count = False
     actions = None

@@ -31,7 +31,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from traceback import format_exception
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
@@ -72,7 +72,10 @@ else:
             TASKS_EXIST = False
             BaseTaskBackend = object
 
-__all__ = ["TASKS_EXIST", "Backend", "prepare", "service", "task", "worker"]
+__all__ = ["Backend", "prepare", "service", "task", "worker"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 MESSAGE_TYPE = "django.task"
 ROUTE = "here"
@@ -109,7 +112,7 @@ class Backend(BaseTaskBackend):
         self.database: str = self.options.get("database", DEFAULT_DB_ALIAS)
         self._outbox = Outbox(allow_autocommit=True)
 
-    def enqueue(self, task: Task[..., Any], args: Any, kwargs: Any) -> TaskResult[..., Any]:
+    def enqueue(self, task: Task[P, R], args: Any, kwargs: Any) -> TaskResult[P, R]:
         """Send a task as a message in the current transaction; the result's id is the message's."""
         self.validate_task(task)
         result = _result(task, TaskResultStatus.READY, args=list(args), kwargs=dict(kwargs))
@@ -263,8 +266,8 @@ class _Runner:
 
 
 def _result(
-    task: Task[..., Any], status: TaskResultStatus, *, args: list[Any], kwargs: dict[str, Any]
-) -> TaskResult[..., Any]:
+    task: Task[P, R], status: TaskResultStatus, *, args: list[Any], kwargs: dict[str, Any]
+) -> TaskResult[P, R]:
     """Return a result without id and times; arguments that have no JSON form raise TypeError."""
     return TaskResult(
         task=task,

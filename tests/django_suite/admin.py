@@ -15,7 +15,7 @@ from saf.testing import Drain
 from shop.models import outbox
 from work import worker
 
-MODELS = {
+MODELS: dict[str, Any] = {
     "outboxmessage": OutboxMessage,
     "inboxmessage": InboxMessage,
     "parkedmessage": ParkedMessage,
@@ -47,7 +47,7 @@ def test_each_table_is_listed_and_its_messages_are_shown(
     admin_client: Client, messages: None
 ) -> None:
     for name, model in MODELS.items():
-        one = model.objects.order_by("-pk").first()
+        one = model.objects.latest("pk")
         listed = page(admin_client, f"{name}/")
         assert one.key in listed
         shown = page(admin_client, f"{name}/{one.pk}/change/")
@@ -59,7 +59,7 @@ def test_each_table_is_listed_and_its_messages_are_shown(
 
 def test_nothing_can_be_added_changed_or_deleted(admin_client: Client, messages: None) -> None:
     for name, model in MODELS.items():
-        one = model.objects.order_by("-pk").first()
+        one = model.objects.latest("pk")
         page(admin_client, f"{name}/add/", status=403)
         page(admin_client, f"{name}/{one.pk}/delete/", status=403)
         shown = page(admin_client, f"{name}/{one.pk}/change/")

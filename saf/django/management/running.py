@@ -70,6 +70,7 @@ class WorkerCommand(BaseCommand):
 
         from saf.cli import worker as cli
         from saf.cli.console import log_to_stderr
+        from saf.cli.metrics import published
 
         log_to_stderr()
         try:
@@ -78,7 +79,7 @@ class WorkerCommand(BaseCommand):
                 cli.supervise(self._commands(options))
                 return
             name = " ".join(self.again(options))
-            with cli.published(
+            with published(
                 listen=options["metrics"],
                 textfile=options["metrics_textfile"],
                 push=options["metrics_push"],
