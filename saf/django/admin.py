@@ -50,7 +50,7 @@ class MessageAdmin(ModelAdmin):
 
     search_fields = ("key",)
     search_help_text = "a key or a message id, complete"
-    list_display: ClassVar[Any] = ("to_service", "key", "message_type", "created_at")
+    list_display: Any = ("to_service", "key", "message_type", "created_at")
     list_filter: ClassVar[Any] = ("to_service",)
     list_per_page = 50
     show_full_result_count = False
