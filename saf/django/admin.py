@@ -6,8 +6,8 @@ Nobody may add, change or delete anything here: operators decide by `saf parked`
 Bodies are hidden unless ``SAF = {"bodies": True}``, and redaction applies to headers, bodies and
 errors, as in `saf ui` (`saf.ui.redaction`).
 
-The logs have no index by id. So of outbox and inbox, the admin shows the newest slots of the ring,
-`NEWEST` of them: `saf message` finds any message.
+The logs have no index by id. So the admin shows only the newest slots of outbox and inbox
+(`NEWEST`). `saf message` finds any message.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def _bring_schema(*, using: str, verbosity: int = 0, stdout: Any = None, **_: ob
 
 
 def _check_settings(app_configs: Sequence[AppConfig] | None, **_: object) -> list[checks.Error]:
-    """Report what is wrong with the setting SAF."""
+    """Report errors in the setting SAF."""
     from saf.django.settings import shown_parts  # imports pydantic
 
     del app_configs

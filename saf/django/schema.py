@@ -4,9 +4,9 @@
 transaction. A database that has this library's revision is left alone, so that a role without the
 right to migrate may run ``manage.py migrate``.
 
-`empty` truncates what messages have left. The rows of the broker, of services and routes, and the
-cursors of readers stay: without them, the next send or receive would be refused. Ids continue, as
-cursors need.
+`empty` truncates the tables of messages, and of rows about messages. The rows of the broker, of
+services and routes, and the cursors of readers stay: without them, the next send or receive would
+be refused. Ids continue, as cursors need.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CONTENT = (
     "attempt",
     "webhook",
 )
-"""Tables of what messages have left. All other tables keep their rows."""
+"""Tables that `empty` truncates. All other tables keep their rows."""
 
 # A partitioned table has no file, and its partitions are tables of the schema too. A file of length
 # 0 has no rows, and truncating it takes as long as truncating a full one.
@@ -100,7 +100,7 @@ def dsn(using: str) -> Dsn:
 
 
 def empty(using: str) -> None:
-    """Delete all messages, and what they have left; keep the broker, its services and routes."""
+    """Delete all messages and all rows about messages; keep the broker, services and routes."""
     raw = below_django(connections[using])
     tables = {name for (name,) in fetch(raw, FILLED, {"tables": list(CONTENT)})}
     if tables:

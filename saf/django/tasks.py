@@ -12,8 +12,8 @@
 the service ``tasks.QUEUE`` of the database. ``manage.py migrate`` creates the service and its local
 route, so that the sender's transaction stores the message in the inbox: no forwarder is needed.
 
-A task runs in the transaction in which its message is handled: what it writes to this database by
-the ORM is written exactly once. Everything else that it does happens at least once. A task that
+A task runs in the transaction in which its message is handled, so its writes to this database by
+the ORM happen exactly once. All its other effects happen at least once. A task that
 raises is undone and tried again later, up to 5 times (`saf.Policy`); then its message is a dead
 letter. ``task_finished`` is sent once the transaction has committed or the last attempt has failed.
 
@@ -128,7 +128,7 @@ class Backend(BaseTaskBackend):
         return result
 
     def check(self, **_: Any) -> list[checks.CheckMessage]:
-        """Report what is wrong with the setting."""
+        """Report errors in the setting."""
         where = f"TASKS[{self.alias!r}]"
         found: list[checks.CheckMessage] = []
         for name in set(self.options) - {"database"}:
@@ -253,7 +253,7 @@ class _Runner:
         """Return the task of that path, as this backend's.
 
         Raises:
-            UsageError: there is no such task in this code.
+            UsageError: this code has no such task.
         """
         try:
             found = import_string(path)

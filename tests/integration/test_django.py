@@ -25,6 +25,8 @@ from tests.programs import ROOT, activated, environment, run
 
 EXAMPLE = ROOT / "examples" / "with_django"
 SUITE = ROOT / "tests" / "django_suite"
+pytestmark = pytest.mark.timeout(900)
+
 PAGE = (ROOT / "docs" / "django.md").read_text()
 
 RUNS = (("serialized",), ("schema", "receiving", "tasks", "admin"))
@@ -47,7 +49,7 @@ def env_of(dsn: Dsn) -> dict[str, str]:
 
 
 class Project:
-    """A copy of the example, with a database of its own that nobody has migrated."""
+    """A copy of the example, with its own database, which is not migrated."""
 
     def __init__(self, folder: Path, dsn: Dsn) -> None:
         self.folder = shutil.copytree(EXAMPLE, folder / "project")
@@ -96,7 +98,7 @@ def migrated_project(project: Project) -> Project:
     return project
 
 
-# Each promise inside the test runner, in one run of it
+# Each promise inside the test runner, in one run
 
 
 @pytest.fixture(scope="module")
@@ -119,16 +121,16 @@ def suite(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 ],
                 cwd=project.folder,
                 env=environment(**project.env),
-                timeout=280,
+                timeout=900,
                 check=False,
             )
             for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - our own
                 test = str(case.get("name")).partition("[")[0]
                 name = f"{case.get('classname')}::{test}"
-                said = [
+                output = [
                     one.text or "" for one in case if one.tag in ("failure", "error", "skipped")
                 ]
-                found[name] = found.get(name, "") + "\n".join(said)
+                found[name] = found.get(name, "") + "\n".join(output)
         yield found
         left = databases._run(
             "SELECT datname FROM pg_database WHERE datname = %(name)s",
@@ -148,8 +150,8 @@ def test_inside_of_djangos_test_runner(suite: dict[str, str], name: str) -> None
 
 
 def test_migrate_brings_the_schema_before_the_projects_own_migrations(project: Project) -> None:
-    said = project.manage("migrate").stdout
-    assert said.index(f"saf: schema {REVISION} is in place") < said.index("Applying shop.0001")
+    output = project.manage("migrate").stdout
+    assert output.index(f"saf: schema {REVISION} is in place") < output.index("Applying shop.0001")
     assert project.rows("SELECT version_num FROM saf.alembic_version") == [(REVISION,)]
     assert project.rows("SELECT name FROM saf.service ORDER BY 1") == [
         ("billing",),
@@ -161,9 +163,9 @@ def test_migrate_brings_the_schema_before_the_projects_own_migrations(project: P
 
 
 def test_the_projects_tests_pass_and_their_database_is_dropped(project: Project) -> None:
-    said = project.manage("test").stderr
-    assert re.search(r"Ran 4 tests .*\n\nOK\n", said)
-    assert "Destroying test database" in said
+    output = project.manage("test").stderr
+    assert re.search(r"Ran 4 tests .*\n\nOK\n", output)
+    assert "Destroying test database" in output
 
 
 def test_the_projects_tests_pass_by_parallel_processes(project: Project) -> None:
@@ -204,10 +206,10 @@ def test_a_router_keeps_the_schema_out_and_other_databases_are_left_alone(projec
         "        return app_label not in ('saf', 'shop')\n",
     )
     for alias in ("default", "lite"):
-        said = project.manage(
+        output = project.manage(
             "migrate", "--database", alias, "--settings", "settings_routed"
         ).stdout
-        assert "saf" not in said
+        assert "saf" not in output
     assert project.rows("SELECT to_regnamespace('saf')::text") == [(None,)]
 
 
@@ -289,13 +291,13 @@ def test_a_worker_handles_messages_until_it_is_told_to_stop(
             os.killpg(worker.pid, number)  # as a terminal does
         else:
             worker.send_signal(number)
-        said, complaints = worker.communicate(timeout=60)
+        output, complaints = worker.communicate(timeout=60)
     finally:
         if worker.poll() is None:
             os.killpg(worker.pid, signal.SIGKILL)
     assert worker.returncode == 0, complaints
-    assert "Traceback" not in said + complaints
-    assert said.count("handled") == int(processes)
+    assert "Traceback" not in output + complaints
+    assert output.count("handled") == int(processes)
 
 
 def test_a_worker_receives_from_the_database_of_an_alias(migrated_project: Project) -> None:

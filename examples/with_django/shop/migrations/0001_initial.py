@@ -13,7 +13,7 @@ def create_service(_: Any, schema_editor: Any) -> None:
 
 
 class Migration(migrations.Migration):
-    """The first one. The schema saf is there, because `migrate` brings it first."""
+    """The first migration. `migrate` has brought the schema saf before."""
 
     initial = True
     operations = (
