@@ -25,7 +25,10 @@ from tests.programs import ROOT, activated, environment, run
 
 EXAMPLE = ROOT / "examples" / "with_django"
 SUITE = ROOT / "tests" / "django_suite"
-pytestmark = pytest.mark.timeout(900)
+PATIENCE = 600
+"""Seconds for a program: a busy machine is slow."""
+
+pytestmark = pytest.mark.timeout(2 * PATIENCE)
 
 PAGE = (ROOT / "docs" / "django.md").read_text()
 
@@ -60,7 +63,7 @@ class Project:
         self, *arguments: str, code: int = 0, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "manage.py", *arguments]
-        done = run(command, cwd=self.folder, env={**self.env, **(env or {})})
+        done = run(command, cwd=self.folder, env={**self.env, **(env or {})}, timeout=PATIENCE)
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
@@ -121,7 +124,7 @@ def suite(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 ],
                 cwd=project.folder,
                 env=environment(**project.env),
-                timeout=900,
+                timeout=PATIENCE,
                 check=False,
             )
             for case in ElementTree.parse(report).iter("testcase"):  # noqa: S314 - our own
@@ -269,7 +272,7 @@ def test_the_commands_of_the_page_run(project: Project) -> None:
 # A worker as a process
 
 
-def wait_for(project: Project, query: str, expected: object, seconds: float = 30) -> None:
+def wait_for(project: Project, query: str, expected: object, seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while project.rows(query) != [(expected,)]:
         assert time.monotonic() < deadline, query
@@ -291,7 +294,7 @@ def test_a_worker_handles_messages_until_it_is_told_to_stop(
             os.killpg(worker.pid, number)  # as a terminal does
         else:
             worker.send_signal(number)
-        output, complaints = worker.communicate(timeout=60)
+        output, complaints = worker.communicate(timeout=PATIENCE)
     finally:
         if worker.poll() is None:
             os.killpg(worker.pid, signal.SIGKILL)
@@ -347,6 +350,6 @@ def test_djangos_connection_passes_a_strict_type_checker(tmp_path: Path) -> None
         'outbox.send(5, "billing", {})\n'
     )
     command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "place.py"]
-    done = run(command, cwd=tmp_path, env={"MYPYPATH": str(ROOT)}, timeout=280)
+    done = run(command, cwd=tmp_path, env={"MYPYPATH": str(ROOT)}, timeout=PATIENCE)
     (error, _) = done.stdout.splitlines()
     assert error.startswith('place.py:14: error: Argument 1 to "send" of "Outbox" has')
