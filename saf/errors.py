@@ -61,6 +61,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from types import MappingProxyType
@@ -354,8 +355,12 @@ class SchemaMissing(SchemaError):
     """The database has no ``saf`` schema."""
 
     def __init__(self, database: str) -> None:
+        in_django = (
+            ". Or, in Django: add 'saf.django' to INSTALLED_APPS, and run `manage.py migrate`"
+        )
         super().__init__(
             f"database {database!r} has no saf schema: run `saf migrate --dsn …` on it"
+            + in_django * ("django.db" in sys.modules)
         )
         self.database = database
 

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -43,12 +43,9 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
     from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 
-    Conn = (
-        Session
-        | scoped_session[Session]
-        | sa.Connection
-        | psycopg.Connection[Any]
-        | psycopg.Cursor[Any]
+    Conn: TypeAlias = (
+        "Session | scoped_session[Session] | sa.Connection | psycopg.Connection[Any]"
+        " | psycopg.Cursor[Any] | DjangoConnection"
     )
 
 
@@ -76,6 +73,31 @@ less than 1 GB, and a body written out as text takes twice its size."""
 
 SENDER_ALLOWED = "sender_allowed"
 """Constraint that a server names if no rule of saf.sender allows a message."""
+
+
+class DjangoConnection(Protocol):
+    """Django's ``connection``, or one of ``connections``: the properties that type checkers see."""
+
+    alias: str
+    vendor: str
+    in_atomic_block: bool
+    run_on_commit: list[Any]
+
+    def ensure_connection(self) -> None:
+        """Connect, unless connected."""
+        ...
+
+    def validate_no_broken_transaction(self) -> None:
+        """Raise if the transaction would be rolled back at its end."""
+        ...
+
+    def set_rollback(self, rollback: bool) -> None:
+        """Choose whether the transaction is rolled back at its end."""
+        ...
+
+    def close(self) -> None:
+        """Close the connection."""
+        ...
 
 
 class Known(Protocol):
@@ -437,8 +459,8 @@ def of_caller(conn: object) -> _Psycopg | _SQLAlchemy:
             return _SQLAlchemy(_only_connection(session))
         if isinstance(conn, sa.Connection):
             return _SQLAlchemy(conn)
-    if "django.db" in sys.modules and (below := _of_django(conn)) is not None:
-        return _Psycopg(below)
+    if (django := of_django(conn)) is not None:
+        return _Psycopg(below_django(django))
     if is_asynchronous(conn):
         raise UsageError(
             f"{described(conn)} is an async connection: use `await outbox.asend(…)` or "
@@ -448,8 +470,15 @@ def of_caller(conn: object) -> _Psycopg | _SQLAlchemy:
     raise UsageError(f"cannot use a {described(conn)}: expected {EXPECTED}")
 
 
-def _of_django(conn: object) -> psycopg.Connection[Any] | None:
-    """Return the psycopg connection beneath a Django connection; None if it is not Django's."""
+def of_django(conn: object) -> DjangoConnection | None:
+    """Return Django's own object for its ``connection``; None if ``conn`` is not Django's.
+
+    Raises:
+        UsageError: the connection is not to PostgreSQL.
+    """
+    # a caller that passes Django's connection has imported Django
+    if "django.db" not in sys.modules:
+        return None
     from django.db import connections
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.utils.connection import ConnectionProxy
@@ -460,6 +489,11 @@ def _of_django(conn: object) -> psycopg.Connection[Any] | None:
         return None
     if conn.vendor != "postgresql":
         raise _not_postgresql(conn.vendor)
+    return conn
+
+
+def below_django(conn: Any) -> psycopg.Connection[Any]:
+    """Return the psycopg connection beneath a Django connection, which is opened if necessary."""
     conn.ensure_connection()
     if not isinstance(conn.connection, psycopg.Connection):
         raise UsageError(

@@ -70,6 +70,7 @@ MODULES: Mapping[str, Any] = {
     "saf.webhooks.verify": saf.webhooks.verify,
     "saf.spark.register": saf.spark.register,
     "saf.spark.to_delta": saf.spark.to_delta,
+    "saf.testing.django_database": saf.testing.django_database,
     "saf.ui.app": saf.ui.app,
 }
 """Functions that pages use and that `import saf` does not load."""

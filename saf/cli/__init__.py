@@ -16,7 +16,6 @@ from importlib import import_module
 from importlib.metadata import version as distribution_version
 from typing import Annotated
 
-import structlog
 import typer
 
 from saf.cli import (
@@ -47,15 +46,14 @@ from saf.cli.console import (
     give_up_output,
     in_words,
     is_of_output,
+    log_to_stderr,
     open_standard_streams,
     plain_console,
-    shown_event,
     write_any_character,
 )
 from saf.database import REVISION
 from saf.errors import SafError, UsageError
 from saf.telemetry import carried
-from saf.telemetry.tracing import trace_ids
 
 DEMO = "saf_demo"
 """Package of the demos. It imports saf, so saf finds it by its name only."""
@@ -173,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
     open_standard_streams()
     write_any_character()
-    _configure_logging()
+    log_to_stderr()
     try:
         commands()(list(arguments) if arguments is not None else None)
     except SafError as error:
@@ -212,23 +210,3 @@ def _end_at_once(ended: Sequence[int]) -> None:
     except OSError:
         return  # Python has its own message and exit code for this
     os._exit(ended[0])
-
-
-def _configure_logging() -> None:
-    """Log events to stderr: readable on a terminal, otherwise one JSON object per line."""
-    people = sys.stderr.isatty()
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            trace_ids,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            *(
-                (shown_event, structlog.dev.ConsoleRenderer())
-                if people
-                else (structlog.processors.JSONRenderer(),)
-            ),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        # the stderr of the moment: while a progress bar is shown, it replaces stderr
-        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
-    )

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import shlex
 import sys
@@ -42,6 +43,7 @@ from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any, Generic, TypeAlias, TypeVar
 
+import structlog
 import typer
 from rich.cells import cell_len
 from rich.console import Console
@@ -50,6 +52,7 @@ from rich.text import Text
 from saf.database.queries import Page
 from saf.errors import SafError, Unavailable, UsageError
 from saf.operating.wording import shown
+from saf.telemetry.tracing import trace_ids
 
 INTERRUPTED = 130
 EXIT_CODES = {
@@ -107,6 +110,26 @@ def write(body: bytes) -> None:
         echo(body.decode(errors="backslashreplace"), lines=True)
     else:
         sys.stdout.buffer.write(body)
+
+
+def log_to_stderr() -> None:
+    """Log events to stderr: readable on a terminal, otherwise one JSON object per line."""
+    people = sys.stderr.isatty()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            trace_ids,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *(
+                (shown_event, structlog.dev.ConsoleRenderer())
+                if people
+                else (structlog.processors.JSONRenderer(),)
+            ),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        # the stderr of the moment: while a progress bar is shown, it replaces stderr
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
+    )
 
 
 def shown_event(_: object, __: str, event: dict[str, Any]) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def purge(
 
     A slot that cannot be archived does not stop the others: its error is raised at the end.
     """
-    current = _slot_of(_next_id(connection, log))
+    current = slot_of(_next_id(connection, log))
     slots = []
     not_archived: Exception | None = None
     for number, empty in fetch(connection, SIZES, {"log": log, "slots": SLOTS}):
@@ -212,7 +212,7 @@ def rotate(
     Blocks no writer, and is safe while others rotate or write.
     """
     next_id = _next_id(connection, log)
-    current = _slot_of(next_id)
+    current = slot_of(next_id)
     sizes = dict(fetch(connection, SIZES, {"log": log, "slots": SLOTS}))
     if sizes[current] or not sizes[(current + 1) % SLOTS]:
         return False
@@ -357,10 +357,10 @@ def _compose(statement: str, slot: Slot, **parts: sql.Composable) -> sql.Compose
     )
 
 
-def _slot_of(id_: int) -> int:
+def slot_of(id_: int) -> int:
     """Return the slot of an id, as the tables are partitioned.
 
-    >>> _slot_of(1), _slot_of((1 << 20) - 1), _slot_of(1 << 20), _slot_of(8 << 20)
+    >>> slot_of(1), slot_of((1 << 20) - 1), slot_of(1 << 20), slot_of(8 << 20)
     (0, 0, 1, 0)
     """
     return id_ // SLOT_ROWS % SLOTS

@@ -59,6 +59,7 @@ from saf.receiving.retries import Policy
 from saf.signing.signer import Key, Signer
 from saf.signing.verifier import Trust
 from saf.telemetry import tracing
+from saf.transaction import of_django
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine
@@ -157,6 +158,11 @@ def aconnected(engine: Engine | AsyncEngine, loop: EventLoop) -> Iterator[Link]:
                 lock_seconds=dsn.bounds.lock_seconds,
             )
         return
+    if of_django(engine) is not None:
+        raise UsageError(
+            "async handlers cannot use Django's connection, which is not async: write them with "
+            "def, or give the worker a dsn"
+        )
     if "sqlalchemy" in sys.modules:
         import sqlalchemy as sa
         from sqlalchemy.ext import asyncio as asa

@@ -3,6 +3,7 @@
 ``engine`` is one of
 
     a SQLAlchemy Engine on psycopg     ``delivery.connection`` is a SQLAlchemy Connection
+    Django's ``connection``            Django's connection of this thread, in an ``atomic()``
     a dsn                              a psycopg Connection, opened for this block
     a callable                         a psycopg Connection, from ``with engine() as connection``:
                                        ``pool.connection`` of psycopg_pool, a partial of connect
@@ -21,6 +22,11 @@ statement that is sent anyway.
 Other settings, such as synchronous_commit, belong to the handlers. Handlers of one delivery share
 its transaction: a setting made by one applies to the later ones too.
 
+*Django.* The ORM works in the delivery's transaction. Django's own state of the transaction goes
+back to a savepoint together with the database (`DjangoState`): functions of
+``transaction.on_commit`` that a failed handler has registered are not called. Like at the beginning
+of a request, connections to other databases are closed if they are broken or too old.
+
 *Notifications.* With them, a receiver learns of new messages immediately, instead of at its next
 poll. Both ends are optional. An inbox notifies, once for each statement that stores messages, if
 `switch` has enabled its trigger. A receiver listens if it is told to (`start_listening`). Messages
@@ -38,7 +44,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +57,8 @@ from saf.database.bounds import Bounds, answer_within
 from saf.database.dsn import refuse_pooler
 from saf.errors import ConfigurationError, Unavailable, UsageError
 from saf.receiving import claim
+from saf.receiving.savepoints import State
+from saf.transaction import DjangoConnection, below_django, of_django
 
 if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
@@ -58,7 +66,13 @@ if TYPE_CHECKING:
     import sqlalchemy as sa
     from sqlalchemy.ext.asyncio import AsyncEngine as AsyncSqlAlchemyEngine
 
-    Engine = sa.Engine | Dsn | str | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
+    Engine = (
+        sa.Engine
+        | DjangoConnection
+        | Dsn
+        | str
+        | Callable[[], AbstractContextManager[psycopg.Connection[Any]]]
+    )
     AsyncEngine = (
         AsyncSqlAlchemyEngine
         | Dsn
@@ -106,6 +120,8 @@ class Link:
     """Statement that begins each transaction; empty for none."""
     own: str = ""
     """Statement that restores saf's own settings after handlers; see `restoring`."""
+    state: State = field(default_factory=State)
+    """State of the transaction that the application's library keeps."""
 
     @contextmanager
     def transaction(self, *, claims: bool = True, plans_once: bool = False) -> Iterator[None]:
@@ -214,11 +230,15 @@ def connected(engine: Engine | AsyncEngine) -> Iterator[Link]:
                 with as_it_was(below):
                     yield Link(connection=connection, raw=below, begin=connection.begin)
                 return
+    if (django := of_django(engine)) is not None:
+        with _on_django(django.alias) as link:
+            yield link
+        return
     if not callable(engine):
         raise UsageError(
             f"cannot receive from a {type(engine).__module__}.{type(engine).__qualname__}: "
-            "expected a SQLAlchemy Engine, a dsn, or a callable that gives psycopg connections. "
-            f"{FOR_ASYNC}"
+            "expected a SQLAlchemy Engine, Django's connection, a dsn, or a callable that gives "
+            f"psycopg connections. {FOR_ASYNC}"
         )
     given: Any = engine()
     if not hasattr(given, "__enter__") and hasattr(given, "__aenter__"):
@@ -228,6 +248,62 @@ def connected(engine: Engine | AsyncEngine) -> Iterator[Link]:
         )
     with given as raw, as_it_was(_psycopg(raw)):
         yield Link(connection=raw, raw=raw, begin=raw.transaction)
+
+
+class DjangoState(State):
+    """Django's state of a transaction: whether it must be rolled back, and functions to call after.
+
+    The commit calls the functions that were given to ``transaction.on_commit``.
+    """
+
+    def __init__(self, connection: DjangoConnection) -> None:
+        self._connection = connection
+
+    def check(self) -> None:
+        """Raise if Django would roll the transaction back at its end, as after a failed save."""
+        self._connection.validate_no_broken_transaction()
+
+    def mark(self) -> Callable[[], None]:
+        """Note the functions registered so far; return the function that forgets later ones."""
+        registered = len(self._connection.run_on_commit)
+
+        def restore() -> None:
+            del self._connection.run_on_commit[registered:]
+            self._connection.set_rollback(False)
+
+        return restore
+
+
+@contextmanager
+def _on_django(alias: str) -> Iterator[Link]:
+    """Use this thread's connection of Django; close it afterwards if it was not open before."""
+    from django.db import connections, transaction
+
+    connection: Any = connections[alias]
+    if connection.in_atomic_block:
+        raise UsageError(
+            "a transaction is open on Django's connection: receive begins its own. A test that "
+            "receives is a TransactionTestCase, or marked django_db(transaction=True)"
+        )
+    was_open = connection.connection is not None
+    raw = below_django(connection)
+    state = DjangoState(connection)
+
+    @contextmanager
+    def begin() -> Iterator[None]:
+        for other in connections.all(initialized_only=True):
+            if not other.in_atomic_block and other is not connection:
+                other.close_if_unusable_or_obsolete()
+        with transaction.atomic(using=alias, durable=True):
+            yield
+            state.check()
+
+    try:
+        with as_it_was(raw):
+            yield Link(connection=connection, raw=raw, begin=begin, state=state)
+    finally:
+        if raw.closed or not was_open:
+            connection.close()
 
 
 @contextmanager

@@ -252,7 +252,7 @@ class Loop(ABC):
                 if delivery:
                     began = perf_counter()
                     delivery.until(self._stopping.told)
-                    with Savepoints(raw, delivery.take_own()) as work:
+                    with Savepoints(raw, delivery.take_own(), receiver.link.state) as work:
                         self._handle(delivery, work)
             fail_point("receive_committed")
             handled, aside = delivery.handled, SetAside(delivery.parked, delivery.buried)

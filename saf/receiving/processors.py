@@ -450,7 +450,7 @@ class Processors(Loop):
         leaving = set(shards)
         instances = [instance for instance in self._live if instance.shard in leaving]
         self._live.throw_away(instances)
-        with Savepoints(link.raw, link.own) as work:
+        with Savepoints(link.raw, link.own, link.state) as work:
             for instance in instances:
                 self._try(work, link.connection, instance, "passivate")
 
@@ -480,7 +480,7 @@ class Processors(Loop):
                 held = member.hold(
                     link.raw, {(instance.shard, instance.epoch) for instance in instances}
                 )
-                with Savepoints(link.raw, link.own) as work:
+                with Savepoints(link.raw, link.own, link.state) as work:
                     failed = [
                         instance
                         for instance in instances

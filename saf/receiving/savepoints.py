@@ -40,16 +40,31 @@ class Piece:
     """Called before the piece is repeated: False if a piece that it depends on has failed."""
 
 
+class State:
+    """State of the transaction that the application's library keeps; by default, none."""
+
+    def check(self) -> None:
+        """Raise if the library would roll the transaction back at its end."""
+
+    def mark(self) -> Callable[[], None]:
+        """Note the state at a savepoint; return the function that restores it after a rollback."""
+        return lambda: None
+
+
 class Savepoints:
     """Pieces of work in one transaction.
 
     ``own``, a statement that restores saf's own settings, runs after them; see
-    `saf.receiving.link`.
+    `saf.receiving.link`. ``state`` is rolled back together with the database.
     """
 
-    def __init__(self, raw: psycopg.Connection[Any], own: str = "") -> None:
+    def __init__(
+        self, raw: psycopg.Connection[Any], own: str = "", state: State | None = None
+    ) -> None:
         self.raw = raw
         self.own = own
+        self._state = state or State()
+        self._restore: Callable[[], None] = lambda: None
         self._done: list[Piece] = []
         """Pieces done since the savepoint."""
         self._clean = True
@@ -57,7 +72,7 @@ class Savepoints:
         self._since = 0.0
 
     def __enter__(self) -> Savepoints:
-        self.raw.execute(SAVEPOINT)
+        self._set(SAVEPOINT)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -138,7 +153,7 @@ class Savepoints:
         if self._clean:
             self._since = time.monotonic()
         elif alone or not self._done or time.monotonic() - self._since > SHARE_SECONDS:
-            self.raw.execute(NEXT)
+            self._set(NEXT)
             self._since = time.monotonic()
             self._done.clear()
         self._clean = False
@@ -148,7 +163,13 @@ class Savepoints:
             # a statement of the piece has failed, and the piece has swallowed the error: this
             # raises
             self.raw.execute(NEXT)
+        self._state.check()
+
+    def _set(self, savepoint: str) -> None:
+        self.raw.execute(savepoint.encode())
+        self._restore = self._state.mark()
 
     def _undo(self) -> None:
         self.raw.execute(UNDO)
+        self._restore()
         self._clean = True

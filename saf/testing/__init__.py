@@ -4,6 +4,7 @@
 
 Fixtures:   `saf_database`, `saf_new_database`, `saf_template`, `saf_outbox`, `saf_drain`,
             `saf_clock`, `saf_server`
+Django:      `django_database`
 Types:       `Database`, `Copies`, `Sent`, `Drain`, `Clock`, `Databases`
 Errors:     `DrainFailed`
 
@@ -29,6 +30,7 @@ from saf.testing.fixtures import (
     saf_template,
 )
 from saf.testing.sent import Sent
+from saf.testing.with_django import django_database
 
 __all__ = [
     "Clock",
@@ -39,6 +41,7 @@ __all__ = [
     "DrainFailed",
     "Drained",
     "Sent",
+    "django_database",
     "pytest_addoption",
     "saf_clock",
     "saf_database",

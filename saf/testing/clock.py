@@ -83,10 +83,12 @@ class Clock:
                 with a schema in front if needed. Each database must have them.
 
         Raises:
-            UsageError: time would not go forward, or a column is named without its table.
+            UsageError: time would not go forward, a column is named without its table, or Django
+                never commits the test.
         """
         by = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
         for database in self._databases:
+            database.require_commits("saf_clock")
             let_time_pass(database.dsn, by, columns)
 
 

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +94,13 @@ class Database:
     def connect(self, *, autocommit: bool = False) -> psycopg.Connection[Any]:
         """Open a psycopg connection; ``with`` commits and closes it."""
         return self.dsn.connect(role="test", autocommit=autocommit)
+
+    def looking(self) -> AbstractContextManager[psycopg.Connection[Any]]:
+        """Return a connection that sees the messages that the test has sent."""
+        return self.connect()
+
+    def require_commits(self, what: str) -> None:
+        """Raise if ``what`` cannot see the messages of the test."""
 
     def let_go(self) -> None:
         """Close the engine's connections."""

@@ -96,9 +96,10 @@ class Drain:
         Raises:
             DrainFailed: a message failed, or messages cause each other in an endless loop.
             MissingExtra: Arrow is not installed.
-            UsageError: a worker receives from another database.
+            UsageError: a worker receives from another database, or Django never commits the test.
         """
         __tracebackhide__ = True
+        self._source.require_commits("saf_drain")
         destinations = to if isinstance(to, Mapping) else {"inbox": to or self._source}
         databases = list(dict.fromkeys([self._source, *destinations.values()]))
         for worker in workers:

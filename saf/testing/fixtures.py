@@ -13,6 +13,7 @@ from saf.testing.clock import Clock
 from saf.testing.databases import Copies, Database, Databases, embedded_server
 from saf.testing.drain import Drain
 from saf.testing.sent import Sent
+from saf.testing.with_django import django_database, uses_django
 
 VARIABLE = "SAF_TEST_DSN"
 SERVER = (
@@ -57,9 +58,16 @@ def saf_new_database(saf_server: Databases, saf_template: Database) -> Iterator[
 
 
 @pytest.fixture
-def saf_database(saf_new_database: Copies) -> Database:
-    """A fresh database for this test."""
-    return saf_new_database("app")
+def saf_database(request: pytest.FixtureRequest) -> Iterator[Database]:
+    """A fresh database for this test, or pytest-django's if the test uses that."""
+    if not uses_django(request):
+        copies: Copies = request.getfixturevalue("saf_new_database")
+        yield copies("app")
+        return
+    request.getfixturevalue("_django_db_helper")
+    database = django_database()
+    yield database
+    database.let_go()
 
 
 @pytest.fixture
@@ -75,6 +83,9 @@ def saf_drain(saf_database: Database) -> Drain:
 
 
 @pytest.fixture
-def saf_clock(saf_new_database: Copies) -> Clock:
+def saf_clock(request: pytest.FixtureRequest) -> Clock:
     """Lets time pass in the test's databases."""
-    return Clock(saf_new_database.all)
+    if uses_django(request):
+        return Clock([request.getfixturevalue("saf_database")])
+    copies: Copies = request.getfixturevalue("saf_new_database")
+    return Clock(copies.all)

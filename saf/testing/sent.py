@@ -98,7 +98,7 @@ class Sent:
 
     def _read(self, include_forwarded: bool) -> list[Received]:
         with (
-            self._database.connect() as connection,
+            self._database.looking() as connection,
             psycopg.Cursor(connection, row_factory=tuple_row) as cursor,
         ):
             params = {"include_forwarded": include_forwarded}
@@ -120,7 +120,7 @@ class Sent:
         lines += [_shown(one, match) for one in nearest[:SHOWN_MESSAGES]]
         if len(nearest) > SHOWN_MESSAGES:
             lines.append(f"  … and {len(nearest) - SHOWN_MESSAGES} more")
-        with self._database.connect() as connection:
+        with self._database.looking() as connection:
             ((writing,),) = fetch(connection, UNCOMMITTED)
         if writing:
             lines.append(

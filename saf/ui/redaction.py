@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from saf.config import Ui
-from saf.errors import HIDDEN, ConfigurationError, masked
+from saf.errors import HIDDEN, ConfigurationError, MissingExtra, masked
 from saf.message import CONTENT_TYPE, FRAGMENT, WHOLE
 from saf.operating.wording import shown
 
@@ -35,13 +35,14 @@ class Redaction:
 
     Raises:
         ConfigurationError: a JSON path is invalid.
+        MissingExtra: JSON paths need a package that is not installed.
     """
 
     def __init__(self, ui: Ui) -> None:
-        import jsonpath
-
         self._names = [pattern.lower() for pattern in ui.redact_headers]
         self._paths = []
+        if ui.redact_paths:
+            jsonpath = _jsonpath()
         for path in ui.redact_paths:
             try:
                 self._paths.append(jsonpath.compile(path))
@@ -102,6 +103,14 @@ class Redaction:
 
     def _is_hidden(self, name: str) -> bool:
         return any(fnmatchcase(name.lower(), pattern) for pattern in self._names)
+
+
+def _jsonpath() -> Any:
+    try:
+        import jsonpath
+    except ModuleNotFoundError:
+        raise MissingExtra("ui", "hiding values by redact_paths") from None
+    return jsonpath
 
 
 def _unknown(body: bytes) -> str:

@@ -109,14 +109,6 @@ def test_asyncio_sends_with_each_of_several_orders(app: Dsn) -> None:
     assert sorted(messages) == [*MESSAGE, billed]
 
 
-def test_django_sends_with_an_order(app: Dsn) -> None:
-    place = {"SHOP_DB": app.database, "SHOP_HOST": app.parts["host"], "SHOP_USER": "postgres"}
-    place["SHOP_PORT"] = str(app.parts["port"])
-    example("with_django.py", "migrate_orders", **place)
-    example("with_django.py", "place", "A-1", "90", **place)
-    assert ordered(app) == (ORDER, MESSAGE)
-
-
 def test_a_worker_writes_the_invoice_of_an_order(app: Dsn, mom: Dsn) -> None:
     with connect(mom) as store:
         create_service(store, "billing")

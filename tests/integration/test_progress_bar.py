@@ -16,13 +16,13 @@ from tests.programs import configuration, environment, last_json, saf, send
 from tests.terminals import until_the_end
 
 PROGRAM = """
-from saf.cli import _configure_logging
+from saf.cli.console import log_to_stderr
 from saf.cli.console import echo, plain_console
 from saf.cli.forward import ProgressBar
 from saf.forwarding.summary import Progress
 from saf.telemetry.logger import Log
 
-_configure_logging()
+log_to_stderr()
 bar = ProgressBar(plain_console(stderr=True))
 show = bar.watching
 if show:

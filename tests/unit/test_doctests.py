@@ -11,12 +11,13 @@ import pytest
 import saf
 
 ROOT = Path(saf.__file__).parents[1]
-# Alembic's scripts, in an installed package, run only inside Alembic, and __main__ runs the command
+# Alembic's scripts, in an installed package, run only inside Alembic, Django's modules only in a
+# configured project, and __main__ runs the command
 FILES = [
     file
     for package in ("saf", "saf_demo")
     for file in (ROOT / package).rglob("*.py")
-    if "migrations" not in file.parts and file.name != "__main__.py"
+    if not {"migrations", "django", "__main__.py"} & {*file.relative_to(ROOT).parts}
 ]
 MODULES = sorted(
     ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

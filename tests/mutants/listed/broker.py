@@ -133,8 +133,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a worker's own statements run as a handler's role",
         "saf/receiving/loop.py",
-        "Savepoints(raw, delivery.take_own())",
-        'Savepoints(raw, delivery.take_own() and "SELECT")',
+        "Savepoints(raw, delivery.take_own(), receiver.link.state)",
+        'Savepoints(raw, delivery.take_own() and "SELECT", receiver.link.state)',
         f"{OWN}::test_what_a_handler_sets_is_no_matter_to_a_worker",
     ),
     mutant(

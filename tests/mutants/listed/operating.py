@@ -639,8 +639,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what the locale cannot encode ends the command",
         "saf/cli/__init__.py",
-        "    write_any_character()\n    _configure_logging()\n",
-        "    _configure_logging()\n",
+        "    write_any_character()\n    log_to_stderr()\n",
+        "    log_to_stderr()\n",
         "unit/test_config.py::test_what_the_locale_cannot_encode_is_printed_nevertheless",
     ),
     mutant(
