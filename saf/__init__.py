@@ -1,6 +1,6 @@
 """Transactional store-and-forward outbox for PostgreSQL.
 
-Sending:   `Outbox`, `Message`
+Sending:   `Outbox`, `Message`, `event`, `upcaster`
 Receiving: `receive`, `areceive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`,
            `Received`, `VerifiedFrom`, `Policy`, `inbox_once`, `create_service`, `create_services`,
            `traced`
@@ -35,6 +35,7 @@ from saf.errors import (
     Fenced,
     InvalidMessage,
     MissingExtra,
+    NewerEvent,
     NoSuchContract,
     NoSuchService,
     NotVerified,
@@ -50,6 +51,7 @@ from saf.errors import (
     StopTimeout,
     TypeNotInContract,
     Unavailable,
+    UndecodableEvent,
     UnknownService,
     UnreadableBody,
     UnreadableHeaders,
@@ -73,6 +75,7 @@ from saf.routing.routes import add_route
 from saf.signing.signer import Key, Signer
 from saf.signing.verifier import Keys
 from saf.telemetry.tracing import traced
+from saf.typed.event import event, upcaster
 
 install(Dialogs())
 
@@ -96,6 +99,7 @@ __all__ = [
     "Keys",
     "Message",
     "MissingExtra",
+    "NewerEvent",
     "NoSuchContract",
     "NoSuchService",
     "NotVerified",
@@ -118,6 +122,7 @@ __all__ = [
     "StopTimeout",
     "TypeNotInContract",
     "Unavailable",
+    "UndecodableEvent",
     "UnknownService",
     "UnreadableBody",
     "UnreadableHeaders",
@@ -135,6 +140,7 @@ __all__ = [
     "create_message_type",
     "create_service",
     "create_services",
+    "event",
     "group_state",
     "handles",
     "inbox_once",
@@ -143,4 +149,5 @@ __all__ = [
     "receive",
     "set_group_state",
     "traced",
+    "upcaster",
 ]

@@ -428,7 +428,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a permanent exception is tried again",
         LANES,
-        "return attempts >= self.max_attempts or isinstance(error, self.permanent)",
+        "return attempts >= self.max_attempts or self.is_permanent(error)",
         "return attempts >= self.max_attempts",
         f"{WORKER}::test_a_permanent_exception_is_not_tried_again",
     ),
