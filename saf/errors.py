@@ -659,9 +659,7 @@ class UndecodableEvent(SafError, ValueError):
     ``path`` leads to the value at fault, e.g. ``body.lines[2].price``.
     """
 
-    def __init__(
-        self, message_id: UUID, event: str, version: int, path: str, problem: str
-    ) -> None:
+    def __init__(self, message_id: UUID, event: str, version: int, path: str, problem: str) -> None:
         super().__init__(
             f"message {message_id} is not event {event!r}, as version {version}: {path}: {problem}"
         )

@@ -352,6 +352,11 @@ class Processors(Loop):
         self._look_at = 0.0
         self._membership: Membership | None = None
 
+    @property
+    def message_types(self) -> tuple[str, ...]:
+        """Message types that have a handler of their own."""
+        return tuple(name for name in self.processor.handlers if name is not None)
+
     def deliveries(self) -> Iterator[Delivery[Any]]:
         """Handle messages as `Loop.deliveries` does, and leave at the end."""
         try:

@@ -141,6 +141,11 @@ class Worker(Loop):
         self._own_loop: OwnLoop | None = None
         """Reference that keeps the process's own event loop alive after this worker has used it."""
 
+    @property
+    def message_types(self) -> tuple[str, ...]:
+        """Message types that have a handler of their own."""
+        return tuple(name for name in self._handlers if name is not None)
+
     async def arun(self, *, drain: bool = False) -> int:
         """Run as `run` does, with handlers in the event loop of this task.
 
