@@ -277,7 +277,7 @@ class Received:
         Raises:
             UndecodableEvent: the body does not match the class; the error names the field.
             NewerEvent: the body has a newer version than the class.
-            UsageError: the class is no event, or the message has another type.
+            UsageError: the class is not an event, or the message has another type.
         """
         return the_event(event).decode(self)
 

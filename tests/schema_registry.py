@@ -17,7 +17,7 @@ JSON = "application/vnd.schemaregistry.v1+json"
 
 @dataclass(kw_only=True)
 class SchemaRegistry:
-    """What it holds, and how many questions it was asked."""
+    """Its schemas, and the questions that it was asked."""
 
     login: str = ""
     """``user:password`` that each request needs; empty: none."""
@@ -27,7 +27,7 @@ class SchemaRegistry:
     address: str = ""
 
     def register(self, subject: str, given: dict[str, Any]) -> int:
-        """Add a version, unless it is there; return the schema's id."""
+        """Add a version, unless it exists; return the schema's id."""
         known = self.subjects.setdefault(subject, [])
         kept = {"schemaType": "AVRO", "references": [], **given}
         for one in known:
@@ -39,7 +39,7 @@ class SchemaRegistry:
         return int(kept["id"])
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> Any:
-        """The answer to a request; None where nothing is there."""
+        """The answer to a request; None for 404."""
         self.asked.append(f"{method} {path}")
         match method, [unquote(part) for part in path.strip("/").split("/")]:
             case "POST", ["subjects", subject, "versions"]:

@@ -96,7 +96,7 @@ def _payloads(found: Sequence[Event[Any]]) -> tuple[list[Any], dict[str, Any]]:
     from pydantic import TypeAdapter
 
     for event in found:
-        _ = event.schema  # raises a `UsageError` if there is none
+        _ = event.schema  # raises a `UsageError` without one
     inputs = [(number, "validation", event.adapter) for number, event in enumerate(found)]
     by_input, shared = TypeAdapter.json_schemas(inputs, ref_template=SCHEMAS + "{model}")  # type: ignore[arg-type]
     return [by_input[number, "validation"] for number, *_ in inputs], shared.get("$defs", {})
@@ -110,8 +110,8 @@ def _message(event: Event[Any], payload: Any) -> dict[str, Any]:
         "payload": payload,
         "x-saf-version": event.version,
     }
-    if (said := event.model.__doc__) and not said.startswith(f"{event.model.__name__}("):
-        message["summary"] = inspect.cleandoc(said).partition("\n")[0]
+    if (text := event.model.__doc__) and not text.startswith(f"{event.model.__name__}("):
+        message["summary"] = inspect.cleandoc(text).partition("\n")[0]
     if event.key is not None:
         message["x-saf-key"] = event.key
     if event.version > 1:

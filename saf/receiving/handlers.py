@@ -141,7 +141,7 @@ def of_type(
         before: name of the argument before the message, if any.
 
     Raises:
-        UsageError: the class is no event, or the function has the wrong form.
+        UsageError: the class is not an event, or the function has the wrong form.
     """
     if not isinstance(message_type, type):
         return message_type, call

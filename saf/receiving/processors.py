@@ -107,7 +107,7 @@ def handles(*message_types: str | type) -> Any:
     called with the event instead of the message, as the handlers of `saf.Worker` are.
 
     Raises:
-        UsageError: the decorator was written without parentheses, or the class is no event.
+        UsageError: the decorator was written without parentheses, or the class is not an event.
     """
     if any(callable(item) and not isinstance(item, type) for item in message_types):
         raise UsageError("write @saf.handles(), with parentheses")

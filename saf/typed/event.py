@@ -54,7 +54,7 @@ NOTES = frozenset({"title", "description", "examples", "deprecated"})
 NAMED = ("properties", "$defs", "patternProperties", "dependentSchemas")
 """Keywords of JSON Schema whose value has a schema for each name."""
 VALUES = ("default", "const", "enum")
-"""Keywords of JSON Schema whose value is no schema."""
+"""Keywords of JSON Schema whose value is not a schema."""
 
 
 class Encoded(Protocol):
@@ -243,7 +243,7 @@ def upcaster(model: type[Any], version: int) -> Callable[[U], U]:
     The function takes the body as a dict, decoded from JSON, and returns the dict to use instead.
 
     Raises:
-        UsageError: the class is no event, the version is not an older one, or has an upcaster.
+        UsageError: the class is not an event, the version is not an older one, or has an upcaster.
     """
     of = the_event(model)
     if version not in range(1, of.version):
@@ -262,7 +262,7 @@ def upcaster(model: type[Any], version: int) -> Callable[[U], U]:
 
 
 def event_of(model: type[E]) -> Event[E] | None:
-    """Return the event that a class is; None for other classes. Subclasses are no events."""
+    """Return the event that a class is; None for other classes. Subclasses are not events."""
     return model.__dict__.get(_MARK)
 
 
@@ -270,12 +270,12 @@ def the_event(model: type[E]) -> Event[E]:
     """Return the event that a class is.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the class is not an event.
     """
     found = event_of(model) if isinstance(model, type) else None
     if found is None:
         name = getattr(model, "__qualname__", None) or repr(model)
-        raise UsageError(f'{name} is no event: decorate it with @saf.event("…")')
+        raise UsageError(f'{name} is not an event: decorate it with @saf.event("…")')
     return found
 
 
@@ -303,7 +303,7 @@ def without_notes(schema: Any) -> Any:
 def _fields(model: type) -> list[str] | None:
     if "__pydantic_fields__" in model.__dict__ and not is_dataclass(model):
         return list(model.__dict__["__pydantic_fields__"])
-    # its own: a subclass of a dataclass is none before @dataclass
+    # its own fields: a subclass of a dataclass is not a dataclass before @dataclass
     if "__dataclass_fields__" in model.__dict__:
         return [item.name for item in fields(model)]
     return None

@@ -1,4 +1,4 @@
-"""AsyncAPI documents are valid by the schema of AsyncAPI 3, and say what a module does.
+"""AsyncAPI documents are valid by the schema of AsyncAPI 3, and show what a module receives and sends.
 
 The schema is that of the AsyncAPI Initiative (Apache-2.0), in one file, compressed.
 """

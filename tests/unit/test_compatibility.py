@@ -60,7 +60,7 @@ def test_what_takes_all_old_bodies_is_no_break(old: Any, new: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "problem"),
     [
         (schema(a=(str, ...)), schema(a=(str, ...), b=(int, ...)), ("b", "is required now")),
         (schema(a=(str, "")), schema(a=(str, ...)),
@@ -90,8 +90,8 @@ def test_what_takes_all_old_bodies_is_no_break(old: Any, new: Any) -> None:
          ("a{}", "is integer now, was number")),
     ],
 )  # fmt: skip
-def test_a_break_names_the_field(old: Any, new: Any, said: tuple[str, str]) -> None:
-    assert said in breaks(old, new)
+def test_a_break_names_the_field(old: Any, new: Any, problem: tuple[str, str]) -> None:
+    assert problem in breaks(old, new)
 
 
 def test_a_definition_that_fits_in_one_place_is_compared_again_in_another() -> None:

@@ -1,4 +1,4 @@
-"""Events by themselves: what is no event, what a body becomes, and what a wrong body is told."""
+"""Events without a database: their form when sent, and the errors of classes and bodies."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ BODY = {
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "problem"),
     [
         ({"lines": [{"article": "tea", "price": SECRET}]}, "body.lines[0].price: Input should be"),
         ({"number": None}, "body.number: Input should be a valid string"),
@@ -185,14 +185,14 @@ BODY = {
     ],
 )
 def test_a_body_that_does_not_match_names_the_field_and_shows_no_value(
-    change: dict[str, Any], said: str
+    change: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(UndecodableEvent) as error:
         received({**BODY, **change}, V3).decode(OrderPlaced)
-    assert said in str(error.value)
+    assert problem in str(error.value)
     assert SECRET not in repr(error.value) + str(error.value.__cause__)
     assert (error.value.version, error.value.event) == (3, "OrderPlaced")
-    assert said.startswith(error.value.path)
+    assert problem.startswith(error.value.path)
 
 
 @pytest.mark.parametrize("headers", [V3, None])
@@ -250,11 +250,11 @@ def test_a_newer_body_is_not_decoded_and_is_no_fault_of_the_message() -> None:
 def test_a_message_of_another_type_is_not_decoded() -> None:
     with pytest.raises(UsageError, match="has type 'Paid', and OrderPlaced is event 'OrderPlaced'"):
         received(BODY, message_type="Paid").decode(OrderPlaced)
-    with pytest.raises(UsageError, match="Line is no event"):
+    with pytest.raises(UsageError, match="Line is not an event"):
         received(BODY).decode(Line)
 
 
-# What is no event
+# Classes that are not events
 
 
 def test_what_cannot_be_an_event_is_refused_when_it_is_defined() -> None:
@@ -275,7 +275,7 @@ def test_what_cannot_be_an_event_is_refused_when_it_is_defined() -> None:
     class Derived(OrderPlaced):
         pass
 
-    with pytest.raises(UsageError, match="Derived is no event"):
+    with pytest.raises(UsageError, match="Derived is not an event"):
         the_event(Derived)
 
 
@@ -285,7 +285,7 @@ def test_an_upcaster_that_nobody_would_call_is_refused() -> None:
             saf.upcaster(OrderPlaced, version)
     with pytest.raises(UsageError, match="has an upcaster from version 1 already"):
         saf.upcaster(OrderPlaced, 1)
-    with pytest.raises(UsageError, match="Line is no event"):
+    with pytest.raises(UsageError, match="Line is not an event"):
         saf.upcaster(Line, 1)
 
 
@@ -377,12 +377,12 @@ def test_a_handler_of_the_wrong_form_is_refused_by_name() -> None:
         UsageError, match=r"short for message type 'OrderPlaced' takes .*\(event, c"
     ):
         other.handler(OrderPlaced)(short)  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match="Line is no event"):
+    with pytest.raises(UsageError, match="Line is not an event"):
         other.handler(Line)(nothing)
     other.handler("OrderPlaced")(nothing)
     with pytest.raises(UsageError, match="message type 'OrderPlaced' has a handler already"):
         other.handler(OrderPlaced)(nothing)
-    with pytest.raises(UsageError, match="Line is no event"):
+    with pytest.raises(UsageError, match="Line is not an event"):
         saf.handles(Line)
 
 
@@ -421,11 +421,11 @@ def test_a_module_has_events_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "problem"),
     [("nowhere.events", "no module 'nowhere' here"), ("..", "is not the name of a module")],
 )
-def test_a_module_that_cannot_be_found_is_named(name: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_a_module_that_cannot_be_found_is_named(name: str, problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
         imported(name)
 
 

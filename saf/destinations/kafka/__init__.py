@@ -83,7 +83,7 @@ ENCODED: tuple[Encoded, ...] = ("avro", "protobuf", "json-schema")
 
 
 def _registry(url: str) -> str:
-    """Reject what is not the address of a schema registry.
+    """Reject text that is not the address of a schema registry.
 
     >>> _registry("https://registry.example.com:8081")
     'https://registry.example.com:8081'

@@ -9,11 +9,11 @@ compatibility that the registry checks. A schema that is registered later is use
 
 *Avro.* JSON becomes the record of the schema: text becomes a time, a date, a decimal or a UUID
 where the schema has that logical type, and base64 becomes bytes. *Protobuf.* JSON as Protobuf's own
-mapping defines it; the message is the one with the name of the message type, else the first of the
+mapping defines it; the message has the name of the message type, else it is the first of the
 schema. *JSON Schema.* The body stays as it is, and is validated.
 
 A body that does not fit the schema is rejected, by a text that names the field and shows no value.
-So is one with a field that an Avro or Protobuf schema lacks, because the field would be lost. A
+A field that an Avro or Protobuf schema lacks is rejected, too, because it would be lost. A
 subject without a schema concerns the operator: messages wait until it is registered.
 
 *Cost.* The libraries encode one body per call, so this is a loop in Python over the bodies of a
@@ -187,7 +187,7 @@ class Encoding:
 
     @property
     def _form(self) -> str | None:
-        # the registry then parses what is written in Protobuf's language
+        # the registry parses Protobuf's language
         return "serialized" if self.settings.format == "protobuf" else None
 
     def _references(
@@ -391,7 +391,7 @@ def _avro_fault(value: Any, schema: Any) -> Unfit:
         field = getattr(first, "field", "") or ""
         expected = _avro_kind(getattr(first, "schema", None))
         return Unfit(f"is not {expected}", *field.split(".")[-1:])
-    except Exception:  # noqa: S110 - the text below says as much as is known
+    except Exception:  # noqa: S110 - the text below is as exact as possible
         pass
     return Unfit("does not match the schema")
 
@@ -529,7 +529,7 @@ def _whole(bits: int, value: Any) -> int:
 
 def _symbol(symbols: list[str], value: Any) -> str:
     if value not in symbols:
-        raise Unfit(f"is none of {', '.join(symbols)}")
+        raise Unfit(f"is not one of {', '.join(symbols)}")
     return str(value)
 
 

@@ -1,8 +1,8 @@
 """Compatibility of message types: whether a new JSON Schema accepts all bodies of the old one.
 
 `breaks` compares two schemas and returns each difference after which an old body may be invalid,
-with the path of the field. It reports what it cannot compare, so its silence is reliable for the
-keywords in `COMPARED` and in `_Comparison`. Titles, descriptions and defaults do not matter.
+with the path of the field. It also reports a keyword that it cannot compare, unless both schemas
+have the same value. Titles, descriptions and defaults do not matter.
 
 An event's upcasters turn old bodies into new ones: a type with an upcaster is not compared.
 """

@@ -176,7 +176,7 @@ def broker_id(connection: psycopg.Connection[Any]) -> str:
 
 
 def _before(key: Key, entries: Entries) -> tuple[int, Values] | None:
-    """Return the version before the one of a key, and its values."""
+    """Return the version before that of a key, and its values."""
     name, version = key
     older = [number for other, number in entries if other == name and number < version]
     return (max(older), entries[name, max(older)]) if older else None
