@@ -185,8 +185,8 @@ class Worker(Loop):
         message); see `saf.event`. The function may be async if all of the worker's handlers are.
 
         Raises:
-            UsageError: the type already has a handler, the class is not an event, or the function does
-                not take these arguments.
+            UsageError: the type already has a handler, the class is not an event, or the function
+                does not take these arguments.
         """
         return self._register(message_type, batch=False)
 

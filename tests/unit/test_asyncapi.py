@@ -1,4 +1,4 @@
-"""AsyncAPI documents are valid by the schema of AsyncAPI 3, and show what a module receives and sends.
+"""AsyncAPI documents are valid by the schema of AsyncAPI 3, and show what modules receive and send.
 
 The schema is that of the AsyncAPI Initiative (Apache-2.0), in one file, compressed.
 """
