@@ -100,7 +100,7 @@ PATIENTLY = "SET LOCAL lock_timeout TO DEFAULT"
 def handles(message_type: type[E], /) -> MethodOfEvent[E]: ...
 @overload
 def handles(*message_types: str) -> Callable[[H], H]: ...
-def handles(*message_types: str | type) -> Any:
+def handles(*message_types: str | type) -> Callable[..., Any]:
     """Mark a method as the handler of message types; without types, of all other types.
 
     The method is called with the message and the delivery's connection. For an event's class, it is

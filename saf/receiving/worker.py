@@ -178,7 +178,7 @@ class Worker(Loop):
     def handler(self, message_type: type[E]) -> OfEvent[E]: ...
     @overload
     def handler(self, message_type: str | None = None) -> Callable[[H], H]: ...
-    def handler(self, message_type: str | type | None = None) -> Any:
+    def handler(self, message_type: str | type | None = None) -> Callable[..., Any]:
         """Register a function of (message, connection) for a type; None: for all other types.
 
         For an event's class, it is a function of (event, connection), or of (event, connection,
@@ -194,7 +194,7 @@ class Worker(Loop):
     def batch_handler(self, message_type: type[E]) -> OfEvents[E]: ...
     @overload
     def batch_handler(self, message_type: str | None = None) -> Callable[[H], H]: ...
-    def batch_handler(self, message_type: str | type | None = None) -> Any:
+    def batch_handler(self, message_type: str | type | None = None) -> Callable[..., Any]:
         """Register a function of (messages, connection) for a type; otherwise like `handler`."""
         return self._register(message_type, batch=True)
 

@@ -230,6 +230,19 @@ def test_a_new_version_is_compared_with_the_one_before_it(
     assert all(problem in one for problem, one in zip(breaking, sorted(found), strict=True))
 
 
+@pytest.mark.parametrize(("upcasts", "breaks"), [([1], True), ([2], False), ([1, 2], False)])
+def test_an_upcaster_counts_only_from_the_stored_version_on(
+    app: Dsn, upcasts: list[int], breaks: bool
+) -> None:
+    with connect(app) as connection:
+        stored = plan((2, OLD))
+        shown = difference(connection, stored, prune=False)
+        apply(connection, stored, shown, prune=False, discard=False)
+        wanted = plan((3, OTHER))
+        wanted["message_types"]["order", 3]["upcasts"] = upcasts
+        assert bool(difference(connection, wanted, prune=False).breaking) is breaks
+
+
 def test_a_stored_version_with_another_schema_is_refused_by_its_fields(app: Dsn) -> None:
     with connect(app) as connection:
         wanted = plan((1, OLD))

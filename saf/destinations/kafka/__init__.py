@@ -158,7 +158,7 @@ class Kafka(QueueSettings):
     """Partitions of a topic of messages that saf creates. Default: the cluster's setting."""
     replicas: Annotated[int, within(1, 100)] | None = None
     """Brokers that keep a topic that saf creates. Default: the cluster's setting."""
-    format: Format | Encoded = "saf"  # type: ignore[assignment] # more than other queues
+    format: Literal[Format, Encoded] = "saf"  # type: ignore[assignment] # more than other queues
     """Names of headers: `saf-id` and so on, or as CloudEvents: `cloudevents` in binary mode,
     `cloudevents-structured` with the whole event as the body. With `avro`, `protobuf` and
     `json-schema`, names as with `saf`, and bodies encoded with a schema of the schema registry."""
