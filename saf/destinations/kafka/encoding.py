@@ -17,8 +17,9 @@ A field that an Avro or Protobuf schema lacks is rejected, too, because it would
 subject without a schema concerns the operator: messages wait until it is registered.
 
 *Cost.* The libraries encode one body per call, so this is a loop in Python over the bodies of a
-chunk, which is bounded as in every other destination. Per body of 200 bytes, on one core: Avro
-about 5 µs, Protobuf 15 µs, JSON Schema 60 µs. Other formats do not import this module.
+chunk, which is bounded as in every other destination. A body of 180 bytes takes, on one core, about
+10 µs in Avro, 35 µs in Protobuf and 55 µs with JSON Schema. Other formats do not import this
+module.
 """
 
 from __future__ import annotations
