@@ -195,7 +195,11 @@ class Event(Generic[E]):
                 name = getattr(self.upcasts[number], "__qualname__", "the upcaster")
                 problem = f"{name}, from version {number}, raised {type(error).__name__}: {error}"
                 raise self._undecodable(message, version, "body", problem) from error
-        return to_json(body)
+        try:
+            return to_json(body)
+        except ValueError:
+            problem = "an upcaster returned a value that has no form in JSON"
+            raise self._undecodable(message, version, "body", problem) from None
 
     def _undecodable(
         self, message: Encoded, version: int, path: str, problem: str

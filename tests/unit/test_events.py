@@ -236,6 +236,17 @@ def test_an_upcaster_that_raises_is_named() -> None:
         received({"total": 1}).decode(OrderPlaced)
 
 
+def test_what_an_upcaster_returns_has_a_form_in_json() -> None:
+    @saf.event("Moved", version=2)
+    @dataclass
+    class Moved:
+        to: str
+
+    saf.upcaster(Moved, 1)(lambda body: {**body, "to": object()})
+    with pytest.raises(UndecodableEvent, match="an upcaster returned a value that has no form"):
+        received({}, message_type="Moved").decode(Moved)
+
+
 def test_a_newer_body_is_not_decoded_and_is_no_fault_of_the_message() -> None:
     with pytest.raises(NewerEvent, match="version 4, newer than version 3 here: deploy receivers"):
         received(BODY, {VERSION: 4}).decode(OrderPlaced)
