@@ -355,7 +355,7 @@ class Processors(Loop):
     @property
     def message_types(self) -> tuple[str, ...]:
         """Message types that have a handler of their own."""
-        return tuple(name for name in self.processor.handlers if name is not None)
+        return tuple(sorted(name for name in self.processor.handlers if name is not None))
 
     def deliveries(self) -> Iterator[Delivery[Any]]:
         """Handle messages as `Loop.deliveries` does, and leave at the end."""

@@ -144,7 +144,7 @@ class Worker(Loop):
     @property
     def message_types(self) -> tuple[str, ...]:
         """Message types that have a handler of their own."""
-        return tuple(name for name in self._handlers if name is not None)
+        return tuple(sorted(name for name in self._handlers if name is not None))
 
     async def arun(self, *, drain: bool = False) -> int:
         """Run as `run` does, with handlers in the event loop of this task.

@@ -104,10 +104,13 @@ class Event(Generic[E]):
         from pydantic.errors import PydanticUserError
 
         try:
-            return TypeAdapter(self.model)
+            adapter = TypeAdapter(self.model)
+            if not adapter.pydantic_complete:
+                adapter.rebuild()  # raises: the type of a field is not known
         except (PydanticUserError, NameError, TypeError) as error:
             reason = str(error).partition("\n")[0]
             raise UsageError(f"event {self.name!r} cannot be decoded: {reason}") from None
+        return adapter
 
     @cached_property
     def schema(self) -> dict[str, Any]:

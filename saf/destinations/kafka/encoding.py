@@ -309,14 +309,16 @@ def protobuf(prefix: bytes, text: str, references: Mapping[str, str], message_ty
     prefix += _indexes(index)
 
     def encode(body: bytes) -> bytes:
-        message = model()
+        value, message = _json(body), model()
+        if not isinstance(value, dict):
+            raise Unfit("is not a JSON object")
         try:
-            json_format.Parse(body, message)
+            json_format.ParseDict(value, message)
             return prefix + message.SerializeToString()
         except json_format.ParseError as error:
             raise _protobuf_fault(str(error)) from None
         except (ValueError, RecursionError):
-            raise Unfit("is not JSON") from None
+            raise Unfit("does not match the schema") from None
 
     return encode
 
@@ -337,7 +339,7 @@ def _protobuf_fault(text: str) -> Unfit:
     path = FAILED_FIELD.findall(text)
     if unknown := NO_FIELD.search(text):
         return Unfit("is not in the schema", *path, unknown[1])
-    return Unfit("does not match the type of the field" if path else "is not such JSON", *path)
+    return Unfit("does not match the type of the field" if path else "does not match", *path)
 
 
 def _indexes(index: int) -> bytes:
