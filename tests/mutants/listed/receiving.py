@@ -792,7 +792,7 @@ MUTANTS: list[Mutant] = [
         "isinstance(error, (UndecodableEvent, *self.permanent))",
         "isinstance(error, self.permanent)",
         "contract/test_typed_messages.py::"
-        "test_a_body_that_does_not_match_is_a_dead_letter_at_once_and_its_field_is_named",
+        "test_a_body_that_does_not_match_is_a_dead_letter_after_one_attempt_and_names_its_field",
     ),
     mutant(
         "the upcaster of only one version is called",
