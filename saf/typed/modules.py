@@ -39,7 +39,7 @@ def events(module: ModuleType) -> list[Event[Any]]:
     """
     found: dict[tuple[str, int], Event[Any]] = {}
     for value in vars(module).values():
-        event = event_of(value) if isinstance(value, type) else None
+        event: Event[Any] | None = event_of(value) if isinstance(value, type) else None
         if event is None:
             continue
         other = found.setdefault((event.name, event.version), event)

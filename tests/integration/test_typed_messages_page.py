@@ -16,8 +16,6 @@ from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import connect, forward
 from tests.programs import BIN, run
 
-pytestmark = pytest.mark.full
-
 PAGE = page("typed-messages.md")
 INVOICE = "CREATE TABLE invoice (number text PRIMARY KEY, total numeric, currency text)"
 
@@ -103,7 +101,8 @@ def test_the_destination_is_one_that_saf_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REGISTRY_PASSWORD", "hunter2-canary")
-    (tmp_path / "saf.toml").write_text(block("kafka.toml"))
+    source = '[brokers.shop]\ndsn = "postgresql://nowhere"\n\n'
+    (tmp_path / "saf.toml").write_text(source + block("kafka.toml"))
     events = load(tmp_path / "saf.toml").destinations["events"]
     assert isinstance(events, Kafka)
     assert events.encodes
