@@ -26,9 +26,9 @@ from saf.received import Received
 from saf.telemetry import carried
 from saf.telemetry.metrics import HANDLER_SECONDS, counting, timed
 from saf.telemetry.tracing import processing
-from saf.typed.event import the_event
+from saf.typed.event import Event, the_event
 
-E = TypeVar("E", covariant=True)  # noqa: PLC0105 - read as in `type[E]`
+E = TypeVar("E")
 C = TypeVar("C")
 R = TypeVar("R")
 S = TypeVar("S")
@@ -145,7 +145,7 @@ def of_type(
     """
     if not isinstance(message_type, type):
         return message_type, call
-    event = the_event(message_type)
+    event: Event[Any] = the_event(message_type)
     event.adapter  # noqa: B018 - raises now, not at the first message
     arguments = [*filter(None, [before]), "events" if batch else "event", "connection"]
     wants_message = not _takes(call, *arguments) and _takes(call, *arguments, "message")

@@ -49,5 +49,7 @@ def events(module: ModuleType) -> list[Event[Any]]:
                 f"both event {event.name!r} version {event.version}"
             )
     if not found:
-        raise UsageError(f"module {module.__name__} has no event: decorate a class with @saf.event(…)")
+        raise UsageError(
+            f"module {module.__name__} has no event: decorate a class with @saf.event(…)"
+        )
     return [found[key] for key in sorted(found)]

@@ -195,7 +195,7 @@ def plan(*versions: tuple[int, Any]) -> dict[str, Any]:
         {"name": "order", "version": version, "validation": "json_schema", "schema": schema}
         for version, schema in versions
     ]
-    return BrokerPlan(**{"message_types": rows}).entries()
+    return BrokerPlan.model_validate({"message_types": rows}).entries()
 
 
 OLD = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -64,7 +64,7 @@ def nothing(_: object, __: object) -> None: ...
 def worker(subscription: str, *handled: type | str) -> saf.Worker:
     made = saf.Worker("postgresql://nowhere", subscription)
     for one in handled:
-        made.handler(one)(nothing)  # type: ignore[call-overload]
+        made.handler(one)(nothing)
     return made
 
 

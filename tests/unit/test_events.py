@@ -387,7 +387,7 @@ def test_a_handler_of_the_wrong_form_is_refused_by_name() -> None:
     with pytest.raises(
         UsageError, match=r"short for message type 'OrderPlaced' takes .*\(event, c"
     ):
-        other.handler(OrderPlaced)(short)  # type: ignore[call-overload]
+        other.handler(OrderPlaced)(short)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="Line is not an event"):
         other.handler(Line)(nothing)
     other.handler("OrderPlaced")(nothing)

@@ -162,7 +162,8 @@ class Encoding:
         with self._asking(f"register a schema for subject {subject!r}") as registry:
             newest = registry.get_latest_version(subject, self._form)
             schema = newest.schema
-            known = newest.schema_id, message_type
+            number = newest.schema_id or 0
+            known = number, message_type
             if known in self._encoders:
                 return self._encoders[known]
             references = dict(self._references(registry, schema))
@@ -172,7 +173,7 @@ class Encoding:
                 f"subject {subject!r} has a schema of type {kind}",
                 f"register one of type {TYPES[form]}, or change format in saf.toml",
             )
-        prefix = b"\0" + newest.schema_id.to_bytes(4)
+        prefix = b"\0" + number.to_bytes(4)
         make = {"avro": avro, "protobuf": protobuf, "json-schema": json_schema}[form]
         try:
             encode = make(prefix, schema.schema_str or "", references, message_type)
@@ -314,11 +315,12 @@ def protobuf(prefix: bytes, text: str, references: Mapping[str, str], message_ty
             raise Unfit("is not a JSON object")
         try:
             json_format.ParseDict(value, message)
-            return prefix + message.SerializeToString()
+            written: bytes = message.SerializeToString()
         except json_format.ParseError as error:
             raise _protobuf_fault(str(error)) from None
         except (ValueError, RecursionError):
             raise Unfit("does not match the schema") from None
+        return prefix + written
 
     return encode
 

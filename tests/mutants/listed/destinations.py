@@ -934,8 +934,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a body has the id of its schema in the wrong order",
         "saf/destinations/kafka/encoding.py",
-        "newest.schema_id.to_bytes(4)",
-        'newest.schema_id.to_bytes(4, "little")',
+        "number.to_bytes(4)",
+        'number.to_bytes(4, "little")',
         "unit/test_kafka_encoding.py::test_an_avro_body_is_read_back_with_its_times_and_decimals",
     ),
 ]
