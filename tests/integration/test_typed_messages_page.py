@@ -101,7 +101,7 @@ def test_the_destination_is_one_that_saf_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REGISTRY_PASSWORD", "hunter2-canary")
-    source = '[brokers.shop]\ndsn = "postgresql://nowhere"\n\n'
+    source = '[brokers.shop]\ndsn = "postgresql://nowhere/shop"\n\n'
     (tmp_path / "saf.toml").write_text(source + block("kafka.toml"))
     events = load(tmp_path / "saf.toml").destinations["events"]
     assert isinstance(events, Kafka)

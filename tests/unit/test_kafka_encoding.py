@@ -422,6 +422,7 @@ def test_headers_say_what_the_body_is_and_saf_names_its_own(registry: SchemaRegi
     with closing(Encoding("events", kafka)) as encoding:
         what = encoding.encoded(messages(kafka, BODY))
     assert what.own == [{"content-type": "application/avro"}]
+    assert "saf-type" in what.headers
     types = what.each("message_type")
     assert types is not None
     assert types.to_pylist() == ["OrderPlaced"]
