@@ -88,13 +88,24 @@ def test_the_commands_store_and_publish_the_schemas(folder: Path, app: Dsn, mom:
 def test_a_version_that_cannot_read_the_stored_one_is_refused_as_shown(
     folder: Path, app: Dsn, mom: Dsn
 ) -> None:
-    apply = (str(BIN / "saf"), "apply", "plan.toml", "--yes")
-    in_folder(folder, app, mom, *apply)
-    events, upcaster = block("next/events.py"), "\n\n@saf.upcaster"
-    (folder / "events.py").write_text(events.partition(upcaster)[0])
-    assert block("refusal") in in_folder(folder, app, mom, *apply, code=2)
+    apply = (str(BIN / "saf"), "apply", "plan.toml")
+    in_folder(folder, app, mom, *apply, "--yes")
+    events = block("next/events.py")
+    without_upcaster = events.partition("\n\n@saf.upcaster")[0]
+    (folder / "events.py").write_text(without_upcaster)
+    assert block("refusal") in in_folder(folder, app, mom, *apply, "--yes", code=2)
+    said = in_folder(folder, app, mom, *apply, "--dry-run")
+    assert "mom: OrderPlaced version 2 cannot read version 1: currency is required now" in said
     (folder / "events.py").write_text(events)
-    assert "upcasts 1" in in_folder(folder, app, mom, *apply)
+    said = in_folder(folder, app, mom, *apply, "--dry-run")
+    assert "upcasts 1" in said
+    assert "cannot read" not in said
+    (folder / "events.py").write_text(without_upcaster)
+    with connect(mom) as store:
+        versions = "SELECT version FROM saf.message_type ORDER BY 1"
+        assert fetch(store, versions) == [(1,)]
+        in_folder(folder, app, mom, *apply, "--yes", "--allow-breaking")
+        assert fetch(store, versions) == [(1,), (2,)]
 
 
 def test_the_destination_is_one_that_saf_takes(

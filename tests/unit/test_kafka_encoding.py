@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, date, datetime
@@ -25,6 +26,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from saf.database.bounds import Bounds
 from saf.destinations.kafka import Kafka
 from saf.destinations.kafka.encoding import Encoding
+from saf.destinations.kafka.transactions import Transactions
 from saf.destinations.mapping import Mapped, mapped
 from saf.errors import Refused, Rejected, Unavailable
 from saf.testing.forwarder import Forwarder
@@ -414,6 +416,14 @@ def test_a_registry_that_does_not_answer_is_unavailable(registry: SchemaRegistry
     kafka = settings(registry, "avro", schema_registry="http://127.0.0.1:9")
     with pytest.raises(Unavailable, match="schema registry http://127\\.0"):
         encoded(kafka, BODY)
+
+
+def test_without_its_packages_the_extra_is_named(
+    registry: SchemaRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "saf.destinations.kafka.encoding", None)
+    with pytest.raises(Refused, match=r"pip install 'saf-outbox\[kafka-schemas\]'"):
+        Transactions("events", settings(registry, "avro"))._encoding()
 
 
 def test_headers_say_what_the_body_is_and_saf_names_its_own(registry: SchemaRegistry) -> None:
