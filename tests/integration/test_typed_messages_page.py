@@ -94,12 +94,12 @@ def test_a_version_that_cannot_read_the_stored_one_is_refused_as_shown(
     without_upcaster = events.partition("\n\n@saf.upcaster")[0]
     (folder / "events.py").write_text(without_upcaster)
     assert block("refusal") in in_folder(folder, app, mom, *apply, "--yes", code=2)
-    said = in_folder(folder, app, mom, *apply, "--dry-run")
-    assert "mom: OrderPlaced version 2 cannot read version 1: currency is required now" in said
+    shown = in_folder(folder, app, mom, *apply, "--dry-run")
+    assert "mom: OrderPlaced version 2 cannot read version 1: currency is required now" in shown
     (folder / "events.py").write_text(events)
-    said = in_folder(folder, app, mom, *apply, "--dry-run")
-    assert "upcasts 1" in said
-    assert "cannot read" not in said
+    shown = in_folder(folder, app, mom, *apply, "--dry-run")
+    assert "upcasts 1" in shown
+    assert "cannot read" not in shown
     (folder / "events.py").write_text(without_upcaster)
     with connect(mom) as store:
         versions = "SELECT version FROM saf.message_type ORDER BY 1"
