@@ -1,6 +1,6 @@
 """Transactional store-and-forward outbox for PostgreSQL.
 
-Sending:   `Outbox`, `Message`
+Sending:   `Outbox`, `Message`, `event`, `upcaster`
 Receiving: `receive`, `areceive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`,
            `Received`, `VerifiedFrom`, `Policy`, `inbox_once`, `create_service`, `create_services`,
            `traced`
@@ -37,6 +37,7 @@ from saf.errors import (
     Fenced,
     InvalidMessage,
     MissingExtra,
+    NewerEvent,
     NoSuchContract,
     NoSuchService,
     NotVerified,
@@ -52,6 +53,7 @@ from saf.errors import (
     StopTimeout,
     TypeNotInContract,
     Unavailable,
+    UndecodableEvent,
     UnknownService,
     UnreadableBody,
     UnreadableHeaders,
@@ -75,6 +77,7 @@ from saf.routing.routes import add_route
 from saf.signing.signer import Key, Signer
 from saf.signing.verifier import Keys
 from saf.telemetry.tracing import traced
+from saf.typed.event import event, upcaster
 
 install(Dialogs())
 
@@ -99,6 +102,7 @@ __all__ = [
     "Message",
     "Migrated",
     "MissingExtra",
+    "NewerEvent",
     "NoSuchContract",
     "NoSuchService",
     "NotVerified",
@@ -121,6 +125,7 @@ __all__ = [
     "StopTimeout",
     "TypeNotInContract",
     "Unavailable",
+    "UndecodableEvent",
     "UnknownService",
     "UnreadableBody",
     "UnreadableHeaders",
@@ -138,6 +143,7 @@ __all__ = [
     "create_message_type",
     "create_service",
     "create_services",
+    "event",
     "group_state",
     "handles",
     "inbox_once",
@@ -147,4 +153,5 @@ __all__ = [
     "receive",
     "set_group_state",
     "traced",
+    "upcaster",
 ]

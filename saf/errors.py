@@ -45,6 +45,8 @@
     ├── Rejected                  a destination does not accept a message
     ├── UnreadableBody            a received body does not match its content type
     ├── UnreadableHeaders         Python cannot read the received headers
+    ├── UndecodableEvent          a received body does not match its event's class
+    ├── NewerEvent                a received body has a newer version than the event here
     ├── NotVerified               a webhook's signature is wrong or too old
     ├── Ahead                     a destination knows more of a source than the source itself
     ├── Behind                    a destination knows less of a source than it has acknowledged
@@ -654,6 +656,37 @@ class UnreadableHeaders(SafError, ValueError):
     def __init__(self, message_id: UUID, problem: str) -> None:
         super().__init__(f"the headers of message {message_id} cannot be read: {problem}")
         self.message_id = message_id
+
+
+class UndecodableEvent(SafError, ValueError):
+    """A received body does not match its event's class: no further attempt helps.
+
+    ``path`` leads to the value at fault, e.g. ``body.lines[2].price``.
+    """
+
+    def __init__(self, message_id: UUID, event: str, version: int, path: str, problem: str) -> None:
+        super().__init__(
+            f"message {message_id} is not event {event!r}, as version {version}: {path}: {problem}"
+        )
+        self.message_id = message_id
+        self.event = event
+        self.version = version
+        self.path = path
+        self.problem = problem
+
+
+class NewerEvent(SafError):
+    """A received body has a newer version than the event here. A newer receiver can read it."""
+
+    def __init__(self, message_id: UUID, event: str, version: int, known: int) -> None:
+        super().__init__(
+            f"message {message_id} is event {event!r} version {version}, newer than version "
+            f"{known} here: deploy receivers before senders"
+        )
+        self.message_id = message_id
+        self.event = event
+        self.version = version
+        self.known = known
 
 
 class NotVerified(SafError):

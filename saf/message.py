@@ -5,7 +5,7 @@ written.
 
 A body that is neither bytes nor text becomes JSON. Values that JSON does not know have these forms:
 
-    dataclass               an object of its fields
+    dataclass               an object of its fields; see also `saf.typed.event`
     pydantic model          the result of its ``model_dump(mode="json")``
     Enum                    its value
     Decimal                 text with all its digits: "19.90"
@@ -24,7 +24,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from enum import Enum
@@ -33,6 +33,7 @@ from uuid import UUID, uuid4
 
 from saf.errors import InvalidMessage
 from saf.telemetry.carried import with_context
+from saf.typed.event import VERSION, Event, event_of
 
 Form = Callable[[Any], object]
 
@@ -312,11 +313,14 @@ def encode(
 ) -> Row:
     """Check a message and turn it into a row with a new random id.
 
-    The headers get the current trace context, if there is one; see `saf.telemetry.carried`.
+    An event gives its type, key and version, unless the message has a key. The headers get the
+    current trace context, if there is one; see `saf.telemetry.carried`.
 
     Raises:
         InvalidMessage: names the field at fault.
     """
+    if (event := event_of(type(message.body))) is not None:
+        message = _of_event(message, event)
     check_text("service", message.service, MAX_NAME)
     if message.key is not None:
         check_text("key", message.key, MAX_KEY)
@@ -351,6 +355,39 @@ def encode(
         message.deliver_at,
         message.expires_at,
     )
+
+
+def _of_event(message: Message, event: Event[Any]) -> Message:
+    """Return a message with its event's type, key and version."""
+    if message.message_type not in (None, event.name):
+        raise InvalidMessage(
+            "message_type",
+            f"{message.message_type!r}, and the body is event {event.name!r}: leave the type out",
+        )
+    return replace(
+        message,
+        message_type=event.name,
+        key=event.key_of(message.body) if message.key is None else message.key,
+        headers=_with_version(message.headers, event.version),
+    )
+
+
+def _with_version(headers: Mapping[str, Any] | None, version: int) -> Mapping[str, Any] | None:
+    """Return headers with the version of the body's type; version 1 has no header.
+
+    >>> _with_version(None, 1), _with_version({"a": 1, "SAF-Type-Version": 1}, 2)
+    (None, {'a': 1, 'saf-type-version': 2})
+    """
+    if not isinstance(headers, Mapping | None):
+        return headers  # `encode_headers` rejects them
+    kept = {
+        name: value
+        for name, value in (headers or {}).items()
+        if not isinstance(name, str) or name.lower() != VERSION
+    }
+    if version > 1:
+        kept[VERSION] = version
+    return (Exact(kept) if isinstance(headers, Exact) else kept) or None
 
 
 def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:

@@ -13,7 +13,8 @@ the error, and the business transaction fails.
 or cursor, or Django's ``connection``. Under asyncio, ``await outbox.asend(conn, …)`` takes
 SQLAlchemy's AsyncSession and AsyncConnection, psycopg's AsyncConnection, and asyncpg's Connection.
 
-`saf.message` lists the bodies that are accepted besides bytes, str and plain JSON.
+`saf.message` lists the bodies that are accepted besides bytes, str and plain JSON. An object of a
+`saf.event` brings its type, key and version.
 
 Many messages are sent by COPY, which takes half the time of an INSERT of arrays. COPY needs a
 psycopg connection beneath the caller's, and a role without active row-level security: with
@@ -142,8 +143,9 @@ class Outbox:
             body: bytes, str, or any value that has a JSON form (`saf.message`). Its
                 content type goes into the headers, unless they already have one.
             key: messages with the same key stay in order, e.g. an order's number; up to 1024 bytes.
+                Default: the key of the body, if the body is an event (`saf.event`).
             headers: JSON values by name; names are compared without case.
-            message_type: the type of the body, for dispatch at the consumer.
+            message_type: the type of the body, for dispatch at the consumer. An event has its own.
             deliver_at: earliest time of delivery; a datetime with a time zone. Only an inbox holds
                 messages back: other destinations, such as Kafka, get them immediately.
             expires_at: time after which the message is useless; a datetime with a time zone.

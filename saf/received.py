@@ -7,16 +7,19 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import UUID
 
 from saf.columns import COLUMNS
 from saf.errors import UnreadableBody, UnreadableHeaders
 from saf.limits import HEADERS_READABLE, LONG_NAMES, READABLE
 from saf.message import CONTENT_TYPE, STRICT, VERIFIED_FROM, Exact
+from saf.typed.event import the_event
 
 if TYPE_CHECKING:
     from saf.dialogs.dialog import Dialog
+
+E = TypeVar("E")
 
 FIRST_MOMENT = "timestamptz '0001-01-02 00:00:00+00'"
 """SQL: the earliest time that Python can read in every session time zone."""
@@ -267,6 +270,16 @@ class Received:
             return json.loads(self.body)
         except (ValueError, RecursionError) as error:
             raise UnreadableBody(self.message_id, self.content_type, str(error)) from None
+
+    def decode(self, event: type[E]) -> E:
+        """Return the body as an object of an event's class; see `saf.event`.
+
+        Raises:
+            UndecodableEvent: the body does not match the class; the error names the field.
+            NewerEvent: the body has a newer version than the class.
+            UsageError: the class is not an event, or the message has another type.
+        """
+        return the_event(event).decode(self)
 
     @property
     def lane(self) -> str:

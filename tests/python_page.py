@@ -35,7 +35,7 @@ code.
 """
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Sending": ("Outbox", "Message"),
+    "Sending": ("Outbox", "Message", "event", "upcaster"),
     "Receiving": (
         *(
             "receive",

@@ -145,6 +145,12 @@ sasl_oauthbearer_scope = "kafka"
 sasl_oauthbearer_extensions = "logicalCluster=lkc-1"
 https_ca_file = "/etc/ssl/login-ca.pem"
 topic = "bookings.{service}"
+format = "avro"
+schema_registry = "https://registry.example.com:8081"
+schema_registry_username = "saf"
+schema_registry_password = "${KAFKA_PASSWORD}"
+schema_registry_ca_file = "/etc/ssl/registry-ca.pem"
+subject = "{topic}-{message_type}"
 
 [destinations.shipments]
 kind = "rabbitmq_stream"

@@ -20,6 +20,7 @@ import typer
 
 from saf.cli import (
     apply,
+    asyncapi,
     broker,
     dialog,
     doctor,
@@ -111,6 +112,7 @@ app.command("init")(init.command)
 app.command("migrate")(schema.migrate)
 app.command("apply")(apply.command)
 app.command("export")(apply.export)
+app.add_typer(asyncapi.app, name="asyncapi")
 app.command("grant")(schema.grant)
 app.add_typer(schema.sending, name="sender")
 app.command("forward", epilog=in_words())(forward.command)

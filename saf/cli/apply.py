@@ -54,6 +54,13 @@ def command(
             help="With --prune: remove services that have messages left, and discard these.",
         ),
     ] = False,
+    allow_breaking: Annotated[
+        bool,
+        typer.Option(
+            "--allow-breaking",
+            help="Also create versions of message types that reject bodies of the version before.",
+        ),
+    ] = False,
     config: Config = None,
     broker: Where = None,
     as_json: AsJson = False,
@@ -81,6 +88,8 @@ def command(
         show(differences)
     warn_of_early(settings, _new_destinations(to_do.values()))
     if to_do and not dry_run:
+        if not allow_breaking:
+            _refuse_breaking(to_do)
         if not yes:
             _ask(as_json=as_json)
         changing = round_.among(to_do)
@@ -143,6 +152,8 @@ def show(differences: Mapping[str, Difference]) -> None:
             echo(
                 f"{name}: it will have no rule for senders left: any writer may send as any service"
             )
+        for reason in item.breaking:
+            echo(f"{name}: {reason}")
         if item.kept:
             kept = ", ".join(table.described(key) for table, key in item.kept)
             echo(f"{name}: not in the plan, and kept: {kept}")
@@ -195,6 +206,16 @@ def _ask(*, as_json: bool) -> None:
         raise typer.Exit(0)
 
 
+def _refuse_breaking(differences: Mapping[str, Difference]) -> None:
+    """Raise if a new version of a message type rejects bodies of the version before."""
+    found = [f"{name}: {reason}" for name, item in differences.items() for reason in item.breaking]
+    if found:
+        raise ConfigurationError(
+            f"{'; '.join(found)}. Nothing is changed. Write an upcaster "
+            "(docs/typed-messages.md), or add --allow-breaking"
+        )
+
+
 def _as_dict(comparison: Difference) -> dict[str, Any]:
     return {
         "changes": [
@@ -210,6 +231,7 @@ def _as_dict(comparison: Difference) -> dict[str, Any]:
         "any_again": comparison.any_again,
         "only_senders": comparison.only_senders,
         "any_sender": comparison.any_sender,
+        "breaking": list(comparison.breaking),
     }
 
 

@@ -180,7 +180,7 @@ def mapped(
     Raises:
         Rejected: a sender's headers cannot be sent.
     """
-    rows, form = rows.combine_chunks(), settings.format
+    rows, form = rows.combine_chunks(), settings.headers_as
     columns: dict[str, Column] = {}
     for one in HEADERS:
         values = _said(rows, one.column, source, form)

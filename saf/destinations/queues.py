@@ -80,6 +80,11 @@ class QueueSettings(SecuredSettings):
     """Names of headers: `saf-id` and so on, or as CloudEvents: `cloudevents` in binary mode,
     `cloudevents-structured` with the whole event as the body."""
 
+    @property
+    def headers_as(self) -> Format:
+        """Names of headers."""
+        return self.format
+
     def link(self, name: str) -> Any:
         """Return a link that is connected; the caller closes it.
 

@@ -1,6 +1,7 @@
 """Contracts: the message types of a dialog, their senders, and the forms of their bodies.
 
     saf.create_message_type(connection, "order", validation="json_schema", schema={…})
+    saf.create_message_type(connection, OrderPlaced)          # the class of a saf.event
     saf.create_contract(connection, "ordering", {"order": "initiator", "delivery": "target"})
 
 Message types and contracts are immutable and versioned: a changed definition is another version,
@@ -38,6 +39,7 @@ from saf.errors import (
 )
 from saf.message import MAX_NAME, fits
 from saf.setaside.isolation import said
+from saf.typed.event import the_event
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -193,7 +195,7 @@ class Contract:
 
 def create_message_type(
     connection: psycopg.Connection[Any],
-    name: str,
+    name: str | type[Any],
     *,
     version: int = 1,
     validation: Validation = "none",
@@ -203,7 +205,7 @@ def create_message_type(
 
     Args:
         connection: to the broker that gets the type.
-        name: the type's name.
+        name: the type's name; or an event's class, which has all that follows: see `saf.event`.
         version: the version of the definition.
         validation: "none"; "empty" for no body; "json" for any JSON; or "json_schema".
         schema: the JSON Schema, if the validation is "json_schema".
@@ -213,6 +215,11 @@ def create_message_type(
         UsageError: the definition is invalid.
         MissingExtra: jsonschema is not installed.
     """
+    if isinstance(name, type):
+        if (version, validation, schema) != (1, "none", None):
+            raise UsageError(f"{name.__qualname__} has a version and a schema: pass only the class")
+        event = the_event(name)
+        name, version, validation, schema = event.name, event.version, "json_schema", event.schema
     _check_name("message type", name, version)
     if name.startswith(RESERVED):
         raise UsageError(f"message type {name!r}: {RESERVED}… is for saf's own")

@@ -82,6 +82,7 @@ from saf.message import (
 )
 from saf.setaside.isolation import said
 from saf.transaction import Transaction, enter
+from saf.typed.event import event_of
 
 if TYPE_CHECKING:
     from saf.signing.signer import Signer
@@ -148,7 +149,7 @@ class Dialog:
             conn: the caller's connection, with the transaction that contains the message.
             body: as for `saf.Outbox.send`; or a binary file, which is read from its current
                 position to its end, one fragment at a time.
-            message_type: type of the body; see `saf.dialogs.contracts`.
+            message_type: type of the body; see `saf.dialogs.contracts`. An event has its own.
             headers: JSON values by name.
             max_bytes: largest accepted body. A body that the contract checks, and a monolog's, is
                 held in memory and limited to `saf.message.DEFAULT_MAX_BYTES` in any case.
@@ -192,6 +193,8 @@ class Dialog:
             raise InvalidMessage(
                 "fragment_bytes", f"{fragment_bytes:,} is not from 1 to {DEFAULT_MAX_BYTES:,}"
             )
+        if message_type is None and (event := event_of(type(body))) is not None:
+            message_type = event.name
         known = None
         if self.contract is not None:
             known = self.contract.allowed(message_type, from_initiator=self.is_initiator)

@@ -42,8 +42,7 @@ def failure(
     """Return the log fields for a message whose handling has raised an exception."""
     fields = {**about(message), "attempt": f"{message.attempt} of {policy.max_attempts}"}
     if policy.gives_up(message.attempt, error):
-        permanent = isinstance(error, policy.permanent)
-        fields["next_attempt"] = PERMANENT if permanent else LAST
+        fields["next_attempt"] = PERMANENT if policy.is_permanent(error) else LAST
     else:
         seconds = policy.wait_seconds(message.attempt)
         moment = datetime.now(UTC) + timedelta(seconds=seconds)

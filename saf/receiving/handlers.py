@@ -5,6 +5,10 @@ A wrong handler is found when it is registered, not at its first message: `Handl
 a handler's call; errors of the handler pass through. Processes that keep neither metrics nor traces
 skip this.
 
+A handler for an event's class (`saf.typed.event`) gets an object of the class in place of the
+message: `of_type` returns a handler that decodes the body first. If the function needs a third
+argument, it gets the message as well.
+
 This file decides nothing about messages. `saf.receiving.loop` decides what happens after an error,
 or to a message without a handler; `no_handler` is only the text for it.
 """
@@ -14,14 +18,51 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Protocol, TypeVar, overload
 
 from saf.errors import UsageError
 from saf.received import Received
 from saf.telemetry import carried
 from saf.telemetry.metrics import HANDLER_SECONDS, counting, timed
 from saf.telemetry.tracing import processing
+from saf.typed.event import Event, the_event
+
+E = TypeVar("E")
+C = TypeVar("C")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+class OfEvent(Protocol[E]):
+    """Decorator of a handler that gets an event."""
+
+    @overload
+    def __call__(self, call: Callable[[E, C], R], /) -> Callable[[E, C], R]: ...
+    @overload
+    def __call__(self, call: Callable[[E, C, Received], R], /) -> Callable[[E, C, Received], R]: ...
+
+
+class OfEvents(Protocol[E]):
+    """Decorator of a handler that gets several events of one type."""
+
+    @overload
+    def __call__(self, call: Callable[[list[E], C], R], /) -> Callable[[list[E], C], R]: ...
+    @overload
+    def __call__(
+        self, call: Callable[[list[E], C, list[Received]], R], /
+    ) -> Callable[[list[E], C, list[Received]], R]: ...
+
+
+class MethodOfEvent(Protocol[E]):
+    """Decorator of a processor's method that gets an event."""
+
+    @overload
+    def __call__(self, call: Callable[[S, E, C], R], /) -> Callable[[S, E, C], R]: ...
+    @overload
+    def __call__(
+        self, call: Callable[[S, E, C, Received], R], /
+    ) -> Callable[[S, E, C, Received], R]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,17 +118,72 @@ def check_handler(
 
     An async function is allowed only with ``may_wait``.
     """
-    try:
-        inspect.signature(call).bind(*arguments)
-    except TypeError:
+    if not _takes(call, *arguments):
         raise UsageError(
             f"the handler {named(call)} for {what} takes "
             f"{inspect.signature(call)}: expected ({', '.join(arguments)})"
-        ) from None
+        )
     if is_async(call) and not may_wait:
         raise UsageError(
             f"the handler {named(call)} for {what} is async: only those of saf.Worker may be"
         )
+
+
+def of_type(
+    message_type: str | type | None, call: Callable[..., Any], *, batch: bool, before: str = ""
+) -> tuple[str | None, Callable[..., Any]]:
+    """Return the name of a message type, and the handler of its messages.
+
+    Args:
+        message_type: a name, None for any type, or an event's class.
+        call: the application's function.
+        batch: True if it takes several messages.
+        before: name of the argument before the message, if any.
+
+    Raises:
+        UsageError: the class is not an event, or the function has the wrong form.
+    """
+    if not isinstance(message_type, type):
+        return message_type, call
+    event: Event[Any] = the_event(message_type)
+    event.adapter  # noqa: B018 - raises now, not at the first message
+    arguments = [*filter(None, [before]), "events" if batch else "event", "connection"]
+    wants_message = not _takes(call, *arguments) and _takes(call, *arguments, "message")
+    if not wants_message:
+        check_handler(call, described(event.name), *arguments, may_wait=True)
+
+    def decoded(*given: Any) -> list[Any]:
+        *first, message, connection = given
+        value = [event.decode(one) for one in message] if batch else event.decode(message)
+        return [*first, value, connection, *([message] if wants_message else [])]
+
+    if is_async(call):
+
+        @wraps(call)
+        async def awaited(*given: Any) -> Any:
+            return await call(*decoded(*given))
+
+        return event.name, _as_itself(awaited)
+
+    @wraps(call)
+    def called(*given: Any) -> Any:
+        return call(*decoded(*given))
+
+    return event.name, _as_itself(called)
+
+
+def _takes(call: Callable[..., object], *arguments: str) -> bool:
+    try:
+        inspect.signature(call).bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def _as_itself(wrapper: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a wrapper that `check_handler` checks by its own arguments."""
+    del wrapper.__wrapped__  # type: ignore[attr-defined]
+    return wrapper
 
 
 def is_async(call: Callable[..., object]) -> bool:

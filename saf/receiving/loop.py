@@ -112,6 +112,11 @@ class Loop(ABC):
     def stop_timeout(self, seconds: float) -> None:
         self._stopping.seconds = seconds
 
+    @property
+    def message_types(self) -> tuple[str, ...]:
+        """Message types that have a handler of their own."""
+        return ()
+
     def run(self, *, drain: bool = False) -> int:
         """Handle messages until stopped; return the number of handled messages.
 

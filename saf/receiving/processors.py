@@ -48,7 +48,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import psycopg
 
@@ -57,7 +57,15 @@ from saf.failpoints import fail_point
 from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception
-from saf.receiving.handlers import check_handler, described, is_async, named, watched
+from saf.receiving.handlers import (
+    MethodOfEvent,
+    check_handler,
+    described,
+    is_async,
+    named,
+    of_type,
+    watched,
+)
 from saf.receiving.link import Link
 from saf.receiving.loop import Loop, OfUnhandled, log
 from saf.receiving.membership import Membership
@@ -65,6 +73,7 @@ from saf.receiving.receive import Receiver
 from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
+from saf.typed.event import the_event
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
@@ -72,6 +81,7 @@ if TYPE_CHECKING:
 
 Handler = Callable[[Any, Received, Any], object]
 H = TypeVar("H", bound=Callable[..., object])
+E = TypeVar("E")
 
 _MARK = "_saf_handles"
 
@@ -86,16 +96,24 @@ BRIEFLY = "SET LOCAL lock_timeout = '200ms'"
 PATIENTLY = "SET LOCAL lock_timeout TO DEFAULT"
 
 
-def handles(*message_types: str) -> Callable[[H], H]:
+@overload
+def handles(message_type: type[E], /) -> MethodOfEvent[E]: ...
+@overload
+def handles(*message_types: str) -> Callable[[H], H]: ...
+def handles(*message_types: str | type) -> Callable[..., Any]:
     """Mark a method as the handler of message types; without types, of all other types.
 
-    The method is called with the message and the delivery's connection.
+    The method is called with the message and the delivery's connection. For an event's class, it is
+    called with the event instead of the message, as the handlers of `saf.Worker` are.
 
     Raises:
-        UsageError: the decorator was written without parentheses.
+        UsageError: the decorator was written without parentheses, or the class is not an event.
     """
-    if any(map(callable, message_types)):
+    if any(callable(item) and not isinstance(item, type) for item in message_types):
         raise UsageError("write @saf.handles(), with parentheses")
+    for model in message_types:
+        if isinstance(model, type):
+            the_event(model)
 
     def mark(method: H) -> H:
         setattr(method, _MARK, message_types or (None,))
@@ -125,13 +143,14 @@ class Processor:
         super().__init_subclass__()
         cls.handlers = {}
         for method in (getattr(cls, name) for name in dir(cls)):
-            for message_type in getattr(method, _MARK, ()):
+            for marked in getattr(method, _MARK, ()):
+                message_type, handler = of_type(marked, method, batch=False, before="self")
                 description = described(message_type)
                 existing = cls.handlers.get(message_type)
                 if existing is not None:
                     raise UsageError(f"{description} has a handler already: {named(existing)}")
-                check_handler(method, description, "self", "message", "connection")
-                cls.handlers[message_type] = method
+                check_handler(handler, description, "self", "message", "connection")
+                cls.handlers[message_type] = handler
         for method in (cls.activate, cls.passivate, cls.output):
             if is_async(method):
                 raise UsageError(f"{named(method)} is async: only handlers of saf.Worker may be")
@@ -332,6 +351,11 @@ class Processors(Loop):
         self._output_at = time.monotonic() + output_seconds
         self._look_at = 0.0
         self._membership: Membership | None = None
+
+    @property
+    def message_types(self) -> tuple[str, ...]:
+        """Message types that have a handler of their own."""
+        return tuple(sorted(name for name in self.processor.handlers if name is not None))
 
     def deliveries(self) -> Iterator[Delivery[Any]]:
         """Handle messages as `Loop.deliveries` does, and leave at the end."""

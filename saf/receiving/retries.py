@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from saf.database import fetch
+from saf.errors import UndecodableEvent
 from saf.log.shards import NEWEST
 from saf.received import Received
 from saf.receiving.arrival import hook
@@ -158,7 +159,7 @@ class Policy:
     """Wait before the second attempt, in seconds; it doubles before each later attempt."""
     longest_wait_seconds: float = LONGEST_WAIT_SECONDS
     permanent: tuple[type[Exception], ...] = ()
-    """Exceptions after which no further attempt is made."""
+    """Exceptions after which no further attempt is made, besides `saf.UndecodableEvent`."""
     block: bool = False
     """True if later messages of a key wait until an operator decides about its dead letter."""
 
@@ -180,7 +181,11 @@ class Policy:
         >>> Policy(max_attempts=2).gives_up(1, "no"), Policy(max_attempts=2).gives_up(2, "no")
         (False, True)
         """
-        return attempts >= self.max_attempts or isinstance(error, self.permanent)
+        return attempts >= self.max_attempts or self.is_permanent(error)
+
+    def is_permanent(self, error: BaseException | str) -> bool:
+        """Return whether no further attempt helps after ``error``."""
+        return isinstance(error, (UndecodableEvent, *self.permanent))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,9 @@
 
     worker.run()                      # or, from a shell: saf worker module:worker
 
+``@worker.handler(OrderPlaced)`` with an event's class (`saf.typed.event`) gets the event instead of
+the message.
+
 A `saf.receiving.loop` calls the handlers. A batch handler gets all of a delivery's messages of its
 type in one call, in one savepoint, which is several times quicker; if it raises, it gets its
 messages again one by one. The messages of a key stay in order across types: a batch ends where a
@@ -45,7 +48,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from saf.database.background import Background
 from saf.errors import UsageError
@@ -53,7 +56,7 @@ from saf.received import Received
 from saf.receiving.asynchronous import EventLoop, aconnected
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception
-from saf.receiving.handlers import Handlers, Registered, watched
+from saf.receiving.handlers import Handlers, OfEvent, OfEvents, Registered, of_type, watched
 from saf.receiving.link import connected
 from saf.receiving.loop import Loop, OfUnhandled, log
 from saf.receiving.retries import Policy
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from saf.signing.signer import Key, Signer
 
 T = TypeVar("T")
+E = TypeVar("E")
 
 P = ParamSpec("P")
 H = TypeVar("H", bound=Callable[..., object])
@@ -137,6 +141,11 @@ class Worker(Loop):
         self._own_loop: OwnLoop | None = None
         """Reference that keeps the process's own event loop alive after this worker has used it."""
 
+    @property
+    def message_types(self) -> tuple[str, ...]:
+        """Message types that have a handler of their own."""
+        return tuple(sorted(name for name in self._handlers if name is not None))
+
     async def arun(self, *, drain: bool = False) -> int:
         """Run as `run` does, with handlers in the event loop of this task.
 
@@ -165,18 +174,27 @@ class Worker(Loop):
                 # the event loop may end now, and some threads cannot return without it
                 self._stopping.hurry(END_SECONDS)
 
-    def handler(self, message_type: str | None = None) -> Callable[[H], H]:
+    @overload
+    def handler(self, message_type: type[E]) -> OfEvent[E]: ...
+    @overload
+    def handler(self, message_type: str | None = None) -> Callable[[H], H]: ...
+    def handler(self, message_type: str | type | None = None) -> Callable[..., Any]:
         """Register a function of (message, connection) for a type; None: for all other types.
 
-        The function may be async if all of the worker's handlers are.
+        For an event's class, it is a function of (event, connection), or of (event, connection,
+        message); see `saf.event`. The function may be async if all of the worker's handlers are.
 
         Raises:
-            UsageError: the type already has a handler, or the function does not take these
-                arguments.
+            UsageError: the type already has a handler, the class is not an event, or the function
+                does not take these arguments.
         """
         return self._register(message_type, batch=False)
 
-    def batch_handler(self, message_type: str | None = None) -> Callable[[H], H]:
+    @overload
+    def batch_handler(self, message_type: type[E]) -> OfEvents[E]: ...
+    @overload
+    def batch_handler(self, message_type: str | None = None) -> Callable[[H], H]: ...
+    def batch_handler(self, message_type: str | type | None = None) -> Callable[..., Any]:
         """Register a function of (messages, connection) for a type; otherwise like `handler`."""
         return self._register(message_type, batch=True)
 
@@ -336,11 +354,12 @@ class Worker(Loop):
         else:
             loop.call(calls)
 
-    def _register(self, message_type: str | None, *, batch: bool) -> Callable[[H], H]:
+    def _register(self, message_type: str | type | None, *, batch: bool) -> Callable[[H], H]:
         def register(call: H) -> H:
-            if callable(message_type):
+            if callable(message_type) and not isinstance(message_type, type):
                 raise UsageError("write @worker.handler(), with parentheses")
-            self._handlers.add(message_type, call, batch=batch)
+            name, handler = of_type(message_type, call, batch=batch)
+            self._handlers.add(name, handler, batch=batch)
             return call
 
         return register

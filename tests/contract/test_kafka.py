@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -21,6 +22,9 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined] # they are pub
     ResourcePatternType,
     ResourceType,
 )
+from confluent_kafka.schema_registry import SchemaRegistryClient
+from confluent_kafka.schema_registry.avro import AvroDeserializer
+from confluent_kafka.serialization import MessageField, SerializationContext
 from pydantic import SecretStr
 
 from saf.database import Dsn
@@ -37,7 +41,10 @@ from tests.kafka_server import BOUNDS, ENDS, PASSWORD, KafkaQueue, KafkaServer, 
 from tests.pipeline import connect, forward
 from tests.programs import ROOT
 from tests.queue_suite import WEEK, QueueSuite, errors, ids, send_numbers, texts
+from tests.schema_registry import schema_registry
 from tests.token_server import token_server
+
+VALUE = SerializationContext("billing", MessageField.VALUE)
 
 
 @pytest.fixture
@@ -539,3 +546,29 @@ def test_a_consumer_of_committed_messages_sees_no_open_transaction(
         destination.store(forwarder.chunk(rows), exactly_once=True)
     assert seen == [row["message_id"] for row in rows[:10]]
     assert ids(queue) == [row["message_id"] for row in rows]
+
+
+# Bodies in the form of a schema registry
+
+PAID = {"type": "record", "name": "Paid", "fields": [{"name": "order", "type": "string"}]}
+
+
+def test_avro_bodies_are_read_by_confluents_client_and_one_that_does_not_fit_is_rejected(
+    queue: KafkaQueue,
+) -> None:
+    with schema_registry() as registry:
+        registry.register(f"{queue.prefix}.billing-value", {"schema": json.dumps(PAID)})
+        settings = queue.settings(format="avro", schema_registry=registry.address)
+        forwarder = Forwarder()
+        bodies = [b'{"order": "A-1"}', b'{"order": "A-2"}', b'{"order": 3}']
+        rows = [forwarder.message(body=body, message_type="Paid") for body in bodies]
+        with closing(settings.open("events")) as destination:
+            with pytest.raises(Rejected, match="order: is not text"):
+                destination.store(forwarder.chunk(rows), exactly_once=True)
+            for _ in range(2):
+                destination.store(forwarder.chunk(rows[:2]), exactly_once=True)
+        with SchemaRegistryClient({"url": registry.address}) as client:
+            read = AvroDeserializer(client)
+            found = [read(one.value(), VALUE) for one in queue.messages(*queue.topics())]
+        assert sorted(one["order"] for one in found) == ["A-1", "A-2"]
+        assert sorted(ids(queue)) == sorted(row["message_id"] for row in rows[:2])

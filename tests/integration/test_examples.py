@@ -118,6 +118,21 @@ def test_a_worker_writes_the_invoice_of_an_order(app: Dsn, mom: Dsn) -> None:
         assert fetch(store, "SELECT number, total FROM invoice") == ORDER
 
 
+def test_an_event_becomes_an_invoice(app: Dsn, mom: Dsn) -> None:
+    env = {"SHOP_DSN": app.conninfo, "STORE_DSN": mom.conninfo}
+    with connect(mom) as store:
+        create_service(store, "billing")
+        example("typed.py", "A-1", "90", **env)
+        with connect(app) as shop:
+            old = b'{"number":"A-0","total":"70"}'
+            send = "INSERT INTO saf.outbox (to_service, message_type, body) VALUES (%s, %s, %s)"
+            shop.execute(send, ["billing", "OrderPlaced", old])
+        forward(app, mom=mom)
+        drained("typed:billing", **env)
+        found = "SELECT number, total::int, currency FROM invoice ORDER BY 1"
+        assert fetch(store, found) == [("A-0", 70, "CHF"), ("A-1", 90, "EUR")]
+
+
 @pytest.mark.full
 def test_each_tenant_gets_an_invoice_from_one_service(
     server: EmbeddedServer, mom: Dsn, tmp_path: Path

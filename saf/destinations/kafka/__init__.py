@@ -12,20 +12,25 @@
 `saf.destinations.kafka.transactions` describes how a chunk is stored,
 `saf.destinations.kafka.server` how marks are kept, and which process owns a shard. The client is
 the extra ``kafka``.
+
+With ``format = "avro"``, ``"protobuf"`` or ``"json-schema"``, bodies are encoded with the schemas
+of a schema registry (`saf.destinations.kafka.encoding`). That needs the extra ``kafka-schemas``.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from string import Formatter
+from typing import Annotated, ClassVar, Literal, Self, cast
+from urllib.parse import urlsplit
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, SecretStr
 
 from saf.destinations import Capabilities
 from saf.destinations.addresses import hosts_of, without_login
-from saf.destinations.queues import QueueSettings
+from saf.destinations.queues import Format, QueueSettings
 from saf.destinations.settings import within
 
 PORT = 9092
@@ -72,6 +77,45 @@ def _marks_topic(text: str) -> str:
     return text
 
 
+Encoded = Literal["avro", "protobuf", "json-schema"]
+"""Formats in which a body is encoded with a schema of the registry."""
+ENCODED: tuple[Encoded, ...] = ("avro", "protobuf", "json-schema")
+
+
+def _registry(url: str) -> str:
+    """Reject text that is not the address of a schema registry.
+
+    >>> _registry("https://registry.example.com:8081")
+    'https://registry.example.com:8081'
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("is not the address of a schema registry, such as https://host:8081")
+    if parts.username or parts.password:
+        raise ValueError(
+            "contains a login: use schema_registry_username and schema_registry_password"
+        )
+    return url
+
+
+def _subject(text: str) -> str:
+    """Reject an invalid template of subjects.
+
+    >>> _subject("{topic}-value"), _subject("{topic}-{message_type}")
+    ('{topic}-value', '{topic}-{message_type}')
+    """
+    try:
+        parts = [*Formatter().parse(text)]
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a template: {error}") from None
+    for _, name, form, conversion in parts:
+        if name is not None and (name not in ("topic", "message_type") or form or conversion):
+            raise ValueError(f"{'{' + name + '}'!r} is neither {{topic}} nor {{message_type}}")
+    if not text:
+        raise ValueError("is empty")
+    return text
+
+
 def _mechanism(value: object) -> object:
     if value == "GSSAPI":
         raise ValueError(
@@ -114,6 +158,21 @@ class Kafka(QueueSettings):
     """Partitions of a topic of messages that saf creates. Default: the cluster's setting."""
     replicas: Annotated[int, within(1, 100)] | None = None
     """Brokers that keep a topic that saf creates. Default: the cluster's setting."""
+    format: Literal[Format, Encoded] = "saf"  # type: ignore[assignment] # more than other queues
+    """Names of headers: `saf-id` and so on, or as CloudEvents: `cloudevents` in binary mode,
+    `cloudevents-structured` with the whole event as the body. With `avro`, `protobuf` and
+    `json-schema`, names as with `saf`, and bodies encoded with a schema of the schema registry."""
+    schema_registry: Annotated[str, AfterValidator(_registry)] | None = None
+    """With these formats: the address of the schema registry, e.g. `https://host:8081`."""
+    schema_registry_username: str | None = None
+    """The registry's user."""
+    schema_registry_password: SecretStr | None = None
+    """The registry's password."""
+    schema_registry_ca_file: Path | None = None
+    """CA certificates that verify the registry's. Default: those of the package certifi."""
+    subject: Annotated[str, AfterValidator(_subject)] = "{topic}-value"
+    """Template of the subject whose newest schema encodes a body, with `{topic}` and
+    `{message_type}`."""
     step_rows: Annotated[int, within(1, 1_000_000)] = 50_000
     """Most messages per transaction."""
     compression: Literal["none", "gzip", "snappy", "lz4", "zstd"] = "none"
@@ -148,6 +207,31 @@ class Kafka(QueueSettings):
         if self.key_password and not self.key_file:
             raise ValueError("key_password needs key_file")
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _has_its_registry(self) -> Self:
+        given = [
+            name
+            for name in self.model_fields_set
+            if name == "subject" or name.startswith("schema_registry")
+        ]
+        if not self.encodes and given:
+            raise ValueError(f"{min(given)} needs format = {', '.join(map(repr, ENCODED))}")
+        if self.encodes and self.schema_registry is None:
+            raise ValueError(f"format = {self.format!r} needs schema_registry")
+        if (self.schema_registry_username is None) != (self.schema_registry_password is None):
+            raise ValueError("schema_registry_username and schema_registry_password go together")
+        return self
+
+    @property
+    def encodes(self) -> bool:
+        """True if bodies are encoded with a schema of the registry."""
+        return self.format in ENCODED
+
+    @property
+    def headers_as(self) -> Format:
+        """Names of headers; see `QueueSettings.headers_as`."""
+        return "saf" if self.encodes else cast("Format", self.format)
 
     @property
     def uses_tls(self) -> bool:

@@ -45,12 +45,14 @@ from saf.destinations.mapping import Mapped, held_of, mapped, said_of, source_of
 from saf.destinations.marks import Mark, Place, known_of, shards_of
 from saf.destinations.marks import read as read_mark
 from saf.destinations.places import guarded
+from saf.destinations.settings import client_needed
 from saf.destinations.stepwise import Cut, Step, Stepwise
 from saf.destinations.tables import Held, TableReading
 from saf.errors import CannotReadBack, Rejected, Unavailable
 
 if TYPE_CHECKING:
     from saf.destinations.kafka import Kafka
+    from saf.destinations.kafka.encoding import Encoding
 
 NOT_KNOWN_YET = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC})
 """Codes for a new topic that some brokers do not know yet."""
@@ -99,6 +101,7 @@ class Transactions(Stepwise[Link, "Kafka"]):
         self._id = ""
         self._batch_bytes = BATCH_BYTES
         self._fenced = 0
+        self._encodes: Encoding | None = None
 
     def _prepare(self, link: Link) -> UUID:
         return link.make_identity()
@@ -106,6 +109,9 @@ class Transactions(Stepwise[Link, "Kafka"]):
     def close(self) -> None:
         """Close the connection, if one is open."""
         self._producer = None
+        encoding, self._encodes = self._encodes, None
+        if encoding is not None:
+            encoding.close()
         super().close()
 
     # Marks
@@ -174,12 +180,21 @@ class Transactions(Stepwise[Link, "Kafka"]):
         link = self._link
         assert link is not None  # noqa: S101 - connected before
         messages = mapped(self.what, rows, source, self.settings, prefix=EVENTS)
+        if self.settings.encodes and messages.count:
+            messages = self._encoding().encoded(messages)
         limits = link.limits(topics(self.what, messages, self.settings.marks_topic))
         if messages.count:
             check(self.what, messages, limits)
         if (least := min([BATCH_BYTES, *limits.values()])) < self._batch_bytes:
             self._batch_bytes, self._producer = least, None  # small enough for all topics
         return messages
+
+    def _encoding(self) -> Encoding:
+        if self._encodes is None:
+            with client_needed(self.name, "kafka-schemas"):
+                from saf.destinations.kafka.encoding import Encoding
+            self._encodes = Encoding(self.name, self.settings)
+        return self._encodes
 
     def _cuts(self, chunk: Chunk, rows: pa.Table) -> Iterator[Cut]:
         places, at_once = guarded(chunk), self.settings.step_rows

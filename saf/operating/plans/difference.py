@@ -3,12 +3,15 @@
 Entries that the plan does not name are reported and stay. With ``prune``, they are removed, except
 for message types and contracts, which dialogs rely on. All changes of a broker are one transaction:
 they happen completely or not at all, and only if the difference is still as shown.
+
+A new version of a message type is compared with the version before it
+(`saf.operating.plans.compatibility`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import psycopg
@@ -17,6 +20,8 @@ from saf.broker.senders import senders
 from saf.broker.services import refused, services
 from saf.database import of_broker
 from saf.errors import ConfigurationError
+from saf.operating.plans.compatibility import breaks
+from saf.operating.plans.compatibility import changed as changed_fields
 from saf.operating.plans.tables import TABLES, Entries, Key, Table, Values
 
 BROKER = "SELECT broker_id::text FROM saf.broker"
@@ -31,6 +36,8 @@ class Change:
     key: Key
     there: Values | None = None
     wanted: Values | None = None
+    before: tuple[int, Values] | None = None
+    """Of a new version of a message type: the version before it, and its values."""
 
     def make(self, connection: psycopg.Connection[Any], *, discard: bool) -> None:
         """Apply the change."""
@@ -67,6 +74,8 @@ class Difference:
     """True if the broker gets its first rules for senders, so that each sender needs a rule."""
     any_sender: bool
     """True if the broker loses its last rule for senders: any writer then sends as any service."""
+    breaking: tuple[str, ...] = ()
+    """Differences by which a new version of a message type rejects bodies of the version before."""
 
 
 def difference(
@@ -91,7 +100,10 @@ def difference(
                 kept.append((table, key))
         for key, values in planned.items():
             if key not in existing:
-                changes.append(Change(action="create", table=table, key=key, wanted=values))
+                change = Change(action="create", table=table, key=key, wanted=values)
+                if table.name == "message_types":
+                    change = replace(change, before=_before(key, {**existing, **planned}))
+                changes.append(change)
             elif not table.same(existing[key], values):
                 change = Change(
                     action="change", table=table, key=key, there=existing[key], wanted=values
@@ -112,7 +124,21 @@ def difference(
         any_again=bool(before) and not after,
         only_senders=bool(rules) and not ruled,
         any_sender=0 < ruled == unruled and not rules,
+        breaking=tuple(_breaking(changes)),
     )
+
+
+def _breaking(changes: Iterable[Change]) -> Iterator[str]:
+    """Yield why new versions of message types reject bodies of the versions before them."""
+    for change in changes:
+        if change.table.name != "message_types" or change.wanted is None or change.before is None:
+            continue
+        name, version = change.key
+        before, older = change.before
+        if any(number in range(before, version) for number in change.wanted.get("upcasts", ())):
+            continue
+        for field_, problem in breaks(older["schema"], change.wanted["schema"]):
+            yield f"{name} version {version} cannot read version {before}: {field_} {problem}"
 
 
 def apply(
@@ -149,7 +175,23 @@ def broker_id(connection: psycopg.Connection[Any]) -> str:
     return str(of_broker(connection, BROKER)[0])
 
 
+def _before(key: Key, entries: Entries) -> tuple[int, Values] | None:
+    """Return the version before that of a key, and its values."""
+    name, version = key
+    older = [number for other, number in entries if other == name and number < version]
+    return (max(older), entries[name, max(older)]) if older else None
+
+
 def _fixed(change: Change) -> ConfigurationError:
+    if change.table.name == "message_types" and change.there and change.wanted:
+        schemas = change.there["schema"], change.wanted["schema"]
+        if None not in schemas:
+            name, version = change.key
+            return ConfigurationError(
+                f"{change.table.described(change.key)} exists and cannot be changed, because "
+                f"receivers rely on it: {', '.join(changed_fields(*schemas))} differ. Give the "
+                f"new form of {name} version {version + 1}"
+            )
     return ConfigurationError(
         f"{change.table.described(change.key)} exists and cannot be changed "
         f"({'; '.join(change.details())}): use another name or version in the plan, or remove "

@@ -13,6 +13,8 @@
     [brokers.shop.grants]
     shop_app = ["writer"]
 
+    events = ["shop.events"]                 # modules whose saf.event classes are message types
+
 A table that is missing in the file is left unchanged at its broker. An empty table
 (``routes = []``) means that the broker should have no entries. Unknown names are rejected, as in
 saf.toml (`read`). So are routes to destinations that saf.toml does not have (`check`).
@@ -37,9 +39,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from saf import config
 from saf.broker.grants import Kind
 from saf.config import ENCODING, Name, Settings, did_you_mean
-from saf.errors import ConfigurationError
+from saf.errors import ConfigurationError, UsageError
 from saf.operating.plans.tables import TABLES, Entries, in_kinds, rights_of
 from saf.receiving.dispatch import stored
+from saf.typed import modules
+from saf.typed.event import Event
 
 WIDTH = 80
 """Columns of a line of TOML; longer lists take a line for each item."""
@@ -126,6 +130,8 @@ class Sender(_Table):
 class BrokerPlan(_Table):
     """Plan of one broker; `saf.operating.plans.tables` has the same names."""
 
+    events: tuple[str, ...] = ()
+    """Modules whose events are message types; see `saf.typed.event`."""
     message_types: tuple[MessageType, ...] = ()
     contracts: tuple[Contract, ...] = ()
     services: tuple[Name, ...] = ()
@@ -147,6 +153,17 @@ class BrokerPlan(_Table):
         found = {
             table.name: table.entries(given[table.name]) for table in TABLES if table.name in given
         }
+        if self.events:
+            types = found.setdefault("message_types", {})
+            for event in self._events():
+                if (key := (event.name, event.version)) in types:
+                    raise ConfigurationError(
+                        f"message type {event.name}, version {event.version} appears twice, once "
+                        f"as {event.model.__module__}.{event.model.__qualname__}"
+                    )
+                types[key] = {"validation": "json_schema", "schema": event.schema} | (
+                    {"upcasts": sorted(event.upcasts)} if event.upcasts else {}
+                )
         for (name,), values in found.get("endpoints", {}).items():
             stored.check(name, values["url"], values["settings"])
             found["endpoints"][name,] = {
@@ -164,6 +181,13 @@ class BrokerPlan(_Table):
                 for role, values in found["grants"].items()
             }
         return found
+
+    def _events(self) -> Iterator[Event[Any]]:
+        for name in self.events:
+            try:
+                yield from modules.events(modules.imported(name))
+            except UsageError as error:
+                raise ConfigurationError(f"events: {error}") from None
 
 
 class Plan(_Table):

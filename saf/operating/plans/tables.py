@@ -139,7 +139,8 @@ def _message_types(connection: Connection) -> Entries:
 
 def _create_type(connection: Connection, key: Key, values: Values) -> None:
     name, version = key
-    contracts.create_message_type(connection, name, version=version, **values)
+    given = {field: values[field] for field in ("validation", "schema")}
+    contracts.create_message_type(connection, name, version=version, **given)
 
 
 def _contracts(connection: Connection) -> Entries:

@@ -923,4 +923,19 @@ MUTANTS: list[Mutant] = [
         "                pass\n",
         f"{CHECK}::test_it_finds_what_an_object_store_does_not_keep",
     ),
+    mutant(
+        "a field that an Avro schema lacks is dropped",
+        "saf/destinations/kafka/encoding.py",
+        "                if name not in fields:\n",
+        "                if False:\n",
+        "unit/test_kafka_encoding.py::"
+        "test_what_does_not_fit_an_avro_schema_is_rejected_by_its_field",
+    ),
+    mutant(
+        "a body has the id of its schema in the wrong order",
+        "saf/destinations/kafka/encoding.py",
+        "number.to_bytes(4)",
+        'number.to_bytes(4, "little")',
+        "unit/test_kafka_encoding.py::test_an_avro_body_is_read_back_with_its_times_and_decimals",
+    ),
 ]

@@ -65,4 +65,18 @@ MUTANTS: list[Mutant] = [
         "if refuse_others and (others := refused(connection, names)):",
         f"{SERVED}::test_the_first_service_is_not_created_unawares_where_messages_for_others_are",
     ),
+    mutant(
+        "a new version may need a field that older bodies lack",
+        "saf/operating/plans/compatibility.py",
+        'if name not in old.get("required", ()):',
+        "if False:",
+        "unit/test_compatibility.py::test_a_break_names_the_field",
+    ),
+    mutant(
+        "an upcaster from a version before the stored one counts",
+        DIFFERENCE,
+        "any(number in range(before, version) for number in",
+        "any(number < version for number in",
+        "contract/test_typed_messages.py::test_an_upcaster_counts_only_from_the_stored_version_on",
+    ),
 ]

@@ -428,7 +428,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a permanent exception is tried again",
         LANES,
-        "return attempts >= self.max_attempts or isinstance(error, self.permanent)",
+        "return attempts >= self.max_attempts or self.is_permanent(error)",
         "return attempts >= self.max_attempts",
         f"{WORKER}::test_a_permanent_exception_is_not_tried_again",
     ),
@@ -778,5 +778,27 @@ MUTANTS: list[Mutant] = [
         ".rowcount == 1",
         ".rowcount >= 0",
         "integration/test_receiving_page.py",
+    ),
+    mutant(
+        "a body of a newer version is decoded by an older class",
+        "saf/typed/event.py",
+        "if version > self.version:",
+        "if False:",
+        "unit/test_events.py::test_a_newer_body_is_not_decoded_and_is_no_fault_of_the_message",
+    ),
+    mutant(
+        "a body that cannot be decoded is tried again",
+        LANES,
+        "isinstance(error, (UndecodableEvent, *self.permanent))",
+        "isinstance(error, self.permanent)",
+        "contract/test_typed_messages.py::"
+        "test_a_body_that_does_not_match_is_a_dead_letter_after_one_attempt_and_names_its_field",
+    ),
+    mutant(
+        "the upcaster of only one version is called",
+        "saf/typed/event.py",
+        "range(version, self.version) if",
+        "range(version, version + 1) if",
+        "unit/test_events.py::test_an_older_body_passes_each_upcaster_after_its_version",
     ),
 ]
