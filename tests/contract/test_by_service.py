@@ -41,8 +41,9 @@ def test_a_run_says_what_it_has_brought_to_each_destination_by_service(
     said = last_json(saf("forward", "--json", "--config", config).stdout)
     assert said["by_service"] == {"mom": {"billing": 3, "shipping": 1}, "other": {"prices": 2}}
     assert said["by_destination"] == {"mom": 4, "other": 2}
+    assert said["by_broker"] == {"shop": 6}
     said = last_json(saf("forward", "--json", "--config", config).stdout)
-    assert said["by_service"] == {}
+    assert (said["by_service"], said["by_broker"]) == ({}, {})
 
 
 @pytest.mark.parametrize(("point", "found"), [("mom_insert", 0), ("mom_commit", 2)])
