@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.programs import saf
+from tests.needed import absent
+from tests.programs import ROOT, saf
 
 Manifest = Mapping[str, Any]
+
+CHART = ROOT / "ops" / "helm" / "saf"
 
 VERSION = "1.33"
 """Version of Kubernetes whose schemas the manifests follow."""
@@ -96,3 +100,22 @@ def config(manifests: Sequence[Manifest], folder: Path, key: str = "saf.toml") -
     file = folder / key
     file.write_text(manifest["data"][key])
     return file
+
+
+def helm() -> Any:
+    """Helm itself, as a library."""
+    try:
+        import helm_python
+    except ImportError:
+        absent("Helm", f"{sys.executable} -m pip install helm-python-sdk")
+    return helm_python
+
+
+def chart(values: dict[str, Any]) -> list[Manifest]:
+    """What ``helm template`` prints."""
+    with helm().Chart.load(str(CHART)) as chart:
+        chart.validate_schema(values)
+        files: dict[str, str] = chart.render(values, name="prod", namespace="orders")
+    return [
+        one for name, text in sorted(files.items()) if name.endswith(".yaml") for one in read(text)
+    ]

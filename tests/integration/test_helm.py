@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from saf.broker.grants import Kind
@@ -24,9 +22,8 @@ from saf_demo.servers import free_port
 from tests import manifests
 from tests.endpoints import Partner, partner
 from tests.manifests import Manifest
-from tests.needed import absent
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, environment, last_json, run, saf, send
+from tests.programs import BIN, environment, last_json, run, saf, send
 from tests.receivers import put
 from tests.rights import expected, rights
 from tests.scraping import scrape, served
@@ -34,8 +31,6 @@ from tests.waits import until
 
 __all__ = ["partner"]
 
-CHART = ROOT / "ops" / "helm" / "saf"
-VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 COMPONENTS = ("forwarder", "dispatcher", "ui", "exporter")
 VARIABLES = ("SHOP_DSN", "STORE_DSN")
 ENDPOINT = """
@@ -77,36 +72,16 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def helm() -> Any:
-    """Helm itself, as a library."""
-    try:
-        import helm_python
-    except ImportError:
-        absent("Helm", f"{sys.executable} -m pip install helm-python-sdk")
-    return helm_python
-
-
-def rendered(values: dict[str, Any]) -> list[Manifest]:
-    """What ``helm template`` prints."""
-    with helm().Chart.load(str(CHART)) as chart:
-        chart.validate_schema(values)
-        files: dict[str, str] = chart.render(values, name="prod", namespace="orders")
-    return [
-        one
-        for name, text in sorted(files.items())
-        if name.endswith(".yaml")
-        for one in manifests.read(text)
-    ]
-
-
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> list[Manifest]:
-    return rendered(CASES[request.param])
+    return manifests.chart(CASES[request.param])
 
 
 def test_helm_has_nothing_to_say_against_the_chart() -> None:
     for values in CASES.values():
-        found = helm().lint(str(CHART), values, strict=True, kube_version="v1.33.0")
+        found = manifests.helm().lint(
+            str(manifests.CHART), values, strict=True, kube_version="v1.33.0"
+        )
         assert not found["errors"]
         # 1 is a hint: an icon
         assert [one for one in found["messages"] if one["severity"] > 1] == []
@@ -120,7 +95,7 @@ def test_kubernetes_and_keda_take_each_manifest(case: list[Manifest]) -> None:
 
 
 def test_an_unknown_field_of_a_scaled_object_is_refused() -> None:
-    (first, *_) = manifests.named(rendered(EVERYTHING), "ScaledObject").values()
+    (first, *_) = manifests.named(manifests.chart(EVERYTHING), "ScaledObject").values()
     with pytest.raises(AssertionError):
         manifests.validate({**first, "spec": {**first["spec"], "replicas": 2}})
 
@@ -164,7 +139,7 @@ def test_each_component_has_a_saf_toml_that_needs_only_its_own_variables(
 ) -> None:
     for name in VARIABLES:
         monkeypatch.setenv(name, "dbname=any")
-    case = rendered(EVERYTHING)
+    case = manifests.chart(EVERYTHING)
     found = {}
     for component in ("forwarder", "exporter", "dispatcher"):
         found[component] = load(manifests.config(case, tmp_path, f"{component}.toml"))
@@ -191,8 +166,8 @@ def test_each_component_has_a_saf_toml_that_needs_only_its_own_variables(
 def test_a_value_that_the_chart_does_not_know_is_refused_by_name(
     values: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(helm().HelmValuesError, match=re.escape(said)):
-        rendered(values)
+    with pytest.raises(manifests.helm().HelmValuesError, match=re.escape(said)):
+        manifests.chart(values)
 
 
 @pytest.mark.parametrize(
@@ -204,14 +179,18 @@ def test_a_value_that_the_chart_does_not_know_is_refused_by_name(
     ],
 )
 def test_a_secret_in_the_configuration_is_refused_and_not_repeated(line: str) -> None:
-    with pytest.raises(helm().HelmRenderError, match=r"write \$\{NAME\} instead") as refused:
-        rendered({"config": f"[brokers.shop]\n{line}\n"})
+    with pytest.raises(
+        manifests.helm().HelmRenderError, match=r"write \$\{NAME\} instead"
+    ) as refused:
+        manifests.chart({"config": f"[brokers.shop]\n{line}\n"})
     assert "s3cret" not in str(refused.value)
 
 
 def test_a_scaler_without_figures_is_refused() -> None:
-    with pytest.raises(helm().HelmRenderError, match=r"set exporter\.enabled, or"):
-        rendered({"exporter": {"enabled": False}, "forwarder": {"autoscaling": {"enabled": True}}})
+    with pytest.raises(manifests.helm().HelmRenderError, match=r"set exporter\.enabled, or"):
+        manifests.chart(
+            {"exporter": {"enabled": False}, "forwarder": {"autoscaling": {"enabled": True}}}
+        )
 
 
 def test_the_migration_brings_the_schema_and_the_rights_that_the_values_name(
@@ -221,7 +200,9 @@ def test_the_migration_brings_the_schema_and_the_rights_that_the_values_name(
     given = {roles[name]: kinds for name, kinds in GRANTS["SHOP_DSN"]["grants"].items()}
     values = {"migrate": {"enabled": True, "databases": {"SHOP_DSN": {"grants": given}}}}
     ((_, pod),) = [
-        (name, pod) for name, pod in manifests.pods(rendered(values)).items() if "migrate" in name
+        (name, pod)
+        for name, pod in manifests.pods(manifests.chart(values)).items()
+        if "migrate" in name
     ]
     (container,) = pod["containers"]
     shop = new_database("shop")
@@ -265,14 +246,14 @@ def pod(
     granted: Callable[..., Dsn], app: Dsn, mom: Dsn, tmp_path: Path
 ) -> Callable[[str, dict[str, Any]], Pod]:
     """Starts components with the roles that values.yaml names beside their Secrets."""
-    text = (CHART / "values.yaml").read_text()
+    text = (manifests.CHART / "values.yaml").read_text()
     kinds = dict(re.findall(r"secret: saf-(\w+) # saf grant --role (\w+)", text))
     assert kinds.keys() == {*COMPONENTS}
     with connect(mom) as store:
         create_service(store, "billing")
 
     def start(component: str, values: dict[str, Any]) -> Pod:
-        case = rendered(values)
+        case = manifests.chart(values)
         env = {
             "SHOP_DSN": granted(app, kinds[component]).conninfo,
             "STORE_DSN": granted(mom, kinds[component]).conninfo,
@@ -340,7 +321,7 @@ def test_keda_finds_each_figure_at_the_exporter_also_while_nothing_waits(
             "autoscaling": {"enabled": True, "subscriptions": ["billing"]},
         },
     }
-    scalers = manifests.named(rendered(values), "ScaledObject")
+    scalers = manifests.named(manifests.chart(values), "ScaledObject")
     triggers = {name: one["spec"]["triggers"][0]["metadata"] for name, one in scalers.items()}
     assert triggers.keys() == {"prod-forwarder", "prod-dispatcher"}
     for name, metadata in triggers.items():
