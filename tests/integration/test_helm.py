@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from saf.broker.grants import Kind
@@ -22,6 +23,7 @@ from saf_demo.servers import free_port
 from tests import manifests
 from tests.endpoints import Partner, partner
 from tests.manifests import Manifest
+from tests.pages import blocks, page
 from tests.pipeline import connect
 from tests.programs import BIN, environment, last_json, run, saf, send
 from tests.receivers import put
@@ -148,6 +150,18 @@ def test_each_component_has_a_saf_toml_that_needs_only_its_own_variables(
     assert not found["forwarder"].endpoints
     monkeypatch.setenv("UI_TOKEN", "x" * 32)
     assert load(manifests.config(case, tmp_path, "ui.toml")).ui.hosts == ["saf.example.com"]
+
+
+def test_the_values_of_the_page_are_those_of_the_chart() -> None:
+    text = page("kubernetes.md")
+    written = [yaml.safe_load(one) for one in blocks(text, "values")]
+    assert len(written) == 2
+    for values in written:
+        case = manifests.chart(values)
+        for manifest in case:
+            manifests.validate(manifest)
+    for name in COMPONENTS:
+        assert f"| `saf-{name}` |" in text
 
 
 @pytest.mark.parametrize(
@@ -298,11 +312,11 @@ def test_the_dashboard_shows_both_databases_with_the_rights_of_its_role(
     assert "store" in text
 
 
-def found(page: str, location: str) -> float:
+def found(text: str, location: str) -> float:
     """What KEDA's scaler metrics-api reads at a place: the first series with these labels."""
     name, labels = re.fullmatch(r"(\w+)\{(.*)\}", location).groups()  # type: ignore[union-attr]
     wanted = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-    for family in text_string_to_metric_families(page):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name == name and wanted.items() <= sample.labels.items():
                 return float(sample.value)
@@ -329,8 +343,8 @@ def test_keda_finds_each_figure_at_the_exporter_also_while_nothing_waits(
         assert metadata["format"] == "prometheus"
 
     def figures() -> dict[str, float]:
-        page = scrape(port)
-        return {name: found(page, one["valueLocation"]) for name, one in triggers.items()}
+        text = scrape(port)
+        return {name: found(text, one["valueLocation"]) for name, one in triggers.items()}
 
     with pod("exporter", values).running():
         until(lambda: served(port))
