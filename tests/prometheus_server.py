@@ -33,7 +33,7 @@ def get(where: str) -> Any:
 
 @contextmanager
 def prometheus(folder: Path, *targets: int) -> Iterator[str]:
-    """A Prometheus that scrapes ports of this machine every second, with the rules at once."""
+    """A Prometheus that scrapes ports of this machine every second; alerts fire without waiting."""
     brief = yaml.safe_load(RULES.read_text())
     for rule in brief["groups"][0]["rules"]:
         rule.pop("for", None)

@@ -66,7 +66,7 @@ class SafHook(BaseHook):
         """Return the command, with the DSNs of its connections as variables.
 
         Raises:
-            ValueError: the connection has other fields, or names a connection without a DSN.
+            ValueError: the connection has unknown fields, or names a connection without a DSN.
         """
         return resolved(of_connection(self.get_connection(self.saf_conn_id)))
 
@@ -142,13 +142,13 @@ def of_connection(connection: Connection) -> Saf:
     """Return the command that a connection describes.
 
     Raises:
-        ValueError: its extra has other fields, or one of them has another type.
+        ValueError: its extra has an unknown field, or a field of another type.
     """
     where = f"connection {connection.conn_id!r}: its extra"
     extra = connection.extra_dejson
     if unknown := sorted(set(extra) - {*FIELDS}):
         raise ValueError(f"{where} has {', '.join(unknown)}; it may have {', '.join(FIELDS)}")
-    # a field that is left empty in the form is there, without a value
+    # the form stores empty fields without a value
     given = {name: value for name, value in extra.items() if value not in (None, "")}
     for name, value in given.items():
         if name in MAPPINGS:
@@ -194,7 +194,7 @@ def dsn(connection: Connection) -> str:
     those of Airflow's own hook.
 
     Raises:
-        ValueError: the connection has no password of its own, or a field that is no parameter.
+        ValueError: the connection lacks a password, or libpq cannot take a field.
     """
     if connection.conn_type not in POSTGRES:
         return str(connection.get_uri())

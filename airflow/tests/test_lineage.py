@@ -1,4 +1,4 @@
-"""OpenLineage: what its events say about a run, and that nothing needs its provider."""
+"""OpenLineage: the datasets of a run; nothing needs its provider."""
 
 from __future__ import annotations
 
