@@ -149,7 +149,7 @@ def test_each_component_has_a_saf_toml_that_needs_only_its_own_variables(
     assert set(found["dispatcher"].endpoints) == {"billing"}
     assert not found["forwarder"].endpoints
     monkeypatch.setenv("UI_TOKEN", "x" * 32)
-    assert load(manifests.config(case, tmp_path, "ui.toml")).ui.hosts == ["saf.example.com"]
+    assert load(manifests.config(case, tmp_path, "ui.toml")).ui.hosts == ("saf.example.com",)
 
 
 def test_the_values_of_the_page_are_those_of_the_chart() -> None:
