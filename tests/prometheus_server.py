@@ -32,8 +32,8 @@ def get(where: str) -> Any:
 
 
 @contextmanager
-def prometheus(folder: Path, *targets: int) -> Iterator[str]:
-    """A Prometheus that scrapes ports of this machine every second; alerts fire without waiting."""
+def prometheus(folder: Path, *targets: int, seconds: int = 1) -> Iterator[str]:
+    """A Prometheus that scrapes ports of this machine; alerts fire without waiting."""
     brief = yaml.safe_load(RULES.read_text())
     for rule in brief["groups"][0]["rules"]:
         rule.pop("for", None)
@@ -42,7 +42,7 @@ def prometheus(folder: Path, *targets: int) -> Iterator[str]:
     (folder / "prometheus.yml").write_text(
         yaml.safe_dump(
             {
-                "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+                "global": {"scrape_interval": f"{seconds}s", "scrape_timeout": f"{seconds}s"},
                 "rule_files": ["rules.yaml"],
                 "scrape_configs": [
                     {

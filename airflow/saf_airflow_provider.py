@@ -1,4 +1,8 @@
-"""Metadata of this package for Airflow: the connection type with its form, and the classes."""
+"""Metadata of saf-airflow for Airflow: the connection type with its form, and the classes.
+
+Airflow calls it while it reads its own configuration, when nothing of Airflow can be imported yet.
+So this is a module beside the package, and not in it.
+"""
 
 from __future__ import annotations
 
