@@ -121,7 +121,7 @@ def sending(app: Dsn) -> Iterator[None]:
 def test_each_panel_has_data_while_everything_runs(
     new_broker: Callable[[str], Dsn], app: Dsn, mom: Dsn, partner: Partner, tmp_path: Path
 ) -> None:
-    quiet = new_broker("quiet")
+    quiet, tenant = new_broker("quiet"), new_broker("tenant")
     with connect(app) as source, connect(mom) as store:
         for service in ("billing", "partner"):
             create_service(store, service)
@@ -144,7 +144,7 @@ def test_each_panel_has_data_while_everything_runs(
         Book(subscription_id=number, endpoint="other").down(store, "no answer", wait=4)
     with connect(quiet) as source:
         source.execute(SEND, ("billing", "a", b""))
-    programs = Programs(tmp_path, app, mom, quiet, partner.url)
+    programs = Programs(tmp_path, partner.url, app=app, mom=mom, quiet=quiet, tenant=tenant)
     programs.kill_a_forwarder()
     purge = ["purge", "--broker", "shop", "--metrics-textfile", tmp_path / "metrics"]
     purged = saf(*purge, "--config", programs.config)
@@ -181,7 +181,8 @@ def test_each_panel_has_data_while_everything_runs(
 class Programs:
     """The programs of saf that are scraped, each with its port."""
 
-    def __init__(self, folder: Path, app: Dsn, mom: Dsn, quiet: Dsn, url: str) -> None:
+    def __init__(self, folder: Path, url: str, **brokers: Dsn) -> None:
+        app, mom, quiet, tenant = (brokers[name] for name in ("app", "mom", "quiet", "tenant"))
         self._app = app
         self.config = folder / "saf.toml"
         seen = folder / "all.toml"
@@ -189,7 +190,7 @@ class Programs:
         text = (
             f"[brokers.shop]\ndsn = {json.dumps(app.conninfo)}\n"
             f'[brokers.gone]\ndsn = "host=/nonexistent dbname=gone"\n'
-            f'[fleets.tenants]\ndsn = {maintenance}\ndatabases = "none_*"\n'
+            f"[fleets.tenants]\ndsn = {maintenance}\ndatabases = {json.dumps(tenant.database)}\n"
             f"[destinations.mom]\ndsn = {json.dumps(mom.conninfo)}\n"
             f'[destinations.erp]\ndsn = "host=/nonexistent dbname=erp"\n'
             f"[endpoints.partner]\nurl = {json.dumps(url)}\nbroker = 'mom'\n"
