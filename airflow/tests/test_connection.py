@@ -133,9 +133,9 @@ def test_templates_choose_the_configuration_the_arguments_and_the_environment(
         "connected",
         "SafForwardOperator(task_id='forward', saf_conn_id='saf',"
         f" config='{site.folder}/{{{{ dag.dag_id }}}}.toml',"
-        " arguments=['--broker', '{{ params.broker }}'],"
+        " arguments=['--spark', '{{ params.spark }}'],"
         " environment={'SAF_FORWARDER__CHUNK_ROWS': '{{ 1 + 1 }}'},"
-        " params={'broker': 'shop'})",
+        " params={'spark': 'auto'})",
     )
     output = ran(site, "connected", connected)
     assert site.stored() == 2, output

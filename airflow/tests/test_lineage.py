@@ -17,18 +17,28 @@ SafForwardOperator(task_id="forward", saf=SAF) >> PythonOperator(
 """
 
 WITHOUT = """
-import importlib.abc, sys
+import importlib.abc, importlib.metadata, sys
+import importlib_metadata
 
 class Missing(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.startswith(("openlineage", "airflow.providers.openlineage")):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
+def hide(module):
+    found = module.distributions
+    module.distributions = lambda **how: (
+        one for one in found(**how) if "openlineage" not in str(one.metadata["name"])
+    )
+
 sys.meta_path.insert(0, Missing())
+hide(importlib.metadata)
+hide(importlib_metadata)
 from airflow.__main__ import main
 sys.argv = ["airflow", "dags", "test", "without"]
 main()
 """
+"""Airflow, as if OpenLineage and its provider were not installed."""
 
 
 def test_a_run_names_its_sources_and_where_its_messages_have_arrived(
