@@ -186,8 +186,8 @@ def test_the_compose_files_services_do_their_work_with_their_own_roles(
     places = {name: new_database(name) for name in DATABASES}
     # the roles of all databases of a server are the same; those of app are more
     given = {k: _interpolated(v) for k, v in SERVICES["app"]["environment"].items()}
-    psql = [programs(DEFAULT_VERSION) / "psql", "-X", "-v", "ON_ERROR_STOP=1", "-f"]
-    done = run([*psql, DOCKER / "roles.sql", places["app"].conninfo], env=given)
+    psql = [str(programs(DEFAULT_VERSION) / "psql"), "-X", "-v", "ON_ERROR_STOP=1", "-f"]
+    done = run([*psql, str(DOCKER / "roles.sql"), places["app"].conninfo], env=given)
     assert done.returncode == 0, done.stderr
     for name in ("app", "mom"):
         for variable in ROLES.values():

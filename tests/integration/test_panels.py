@@ -146,8 +146,8 @@ def test_each_panel_has_data_while_everything_runs(
         source.execute(SEND, ("billing", "a", b""))
     programs = Programs(tmp_path, partner.url, app=app, mom=mom, quiet=quiet, tenant=tenant)
     programs.kill_a_forwarder()
-    purge = ["purge", "--broker", "shop", "--metrics-textfile", tmp_path / "metrics"]
-    purged = saf(*purge, "--config", programs.config)
+    written = ("--metrics-textfile", tmp_path / "metrics")
+    purged = saf("purge", "--broker", "shop", *written, "--config", programs.config)
     assert purged.returncode == 0, purged.stderr
     with ExitStack() as running:
         for arguments in programs.started:
@@ -201,8 +201,8 @@ class Programs:
         (folder / "shop.py").write_text(WORKER.format(dsn=mom.conninfo))
         self.ports = [free_port() for _ in range(4)]
         exporter, forwarder, worker, dispatcher = (f"127.0.0.1:{one}" for one in self.ports)
-        loop = ["forward", "--loop", "--metrics", forwarder, "--config", self.config]
-        self.started = [
+        loop: list[object] = ["forward", "--loop", "--metrics", forwarder, "--config", self.config]
+        self.started: list[list[object]] = [
             ["metrics", "--listen", exporter, "--config", seen],
             loop,
             ["worker", "shop:worker", "--metrics", worker],
