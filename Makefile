@@ -101,7 +101,7 @@ airflow: $(VENV)/.installed build/airflow/.installed ## saf-airflow, tested with
 # an environment of its own: neither of the two is installed where the other one is
 build/airflow/.installed: airflow/pyproject.toml
 	$(PYTHON) -m venv build/airflow
-	build/airflow/bin/python -m pip install --quiet --disable-pip-version-check --editable ./airflow \
+	build/airflow/bin/python -m pip install --quiet --disable-pip-version-check --editable './airflow[openlineage]' \
 	pytest pytest-timeout
 	@touch $@
 

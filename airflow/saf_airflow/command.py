@@ -47,26 +47,11 @@ class Saf:
     command: str = "/opt/saf/bin/saf"
     config: str | None = None
     """Path of saf.toml; None: ``$SAF_CONFIG``, or saf.toml in the process's folder."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Further variables, such as the dsns that saf.toml refers to."""
-
-    @classmethod
-    def of_connection(cls, connection_id: str) -> Saf:
-        """Read ``command``, ``config`` and ``environment`` from the extra of an Airflow connection.
-
-        Raises:
-            ValueError: the extra has other fields.
-        """
-        from airflow.sdk import BaseHook
-
-        extra = BaseHook.get_connection(connection_id).extra_dejson
-        unknown = set(extra) - {"command", "config", "environment"}
-        if unknown:
-            raise ValueError(
-                f"connection {connection_id!r}: its extra has {', '.join(sorted(unknown))}; "
-                "it may have command, config and environment"
-            )
-        return cls(**extra)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Further variables that saf.toml refers to."""
+    connections: Mapping[str, str] = field(default_factory=dict)
+    """Variables that get the DSN of an Airflow connection: its id by the variable's name. They are
+    read where the command starts, so no DAG and no trigger contains a password."""
 
     def line(self, *arguments: str) -> list[str]:
         """Return the words of a command line."""

@@ -25,8 +25,10 @@ from airflow.sdk.exceptions import (
 
 from saf_airflow.assets import destination
 from saf_airflow.command import MEND, TRY_AGAIN, Done, Saf, end, finish
+from saf_airflow.connection import located, resolved
 
 if TYPE_CHECKING:
+    from airflow.providers.openlineage.extractors import OperatorLineage
     from airflow.sdk import Context
 
 STOP_SECONDS = 4.0
@@ -52,7 +54,9 @@ class SafForwardOperator(BaseOperator):
     Args:
         saf: the location of the command, with its configuration.
         saf_conn_id: an Airflow connection with these settings; an alternative to ``saf``.
-        arguments: further arguments of ``saf forward``, such as ``--spark``, ``always``.
+        arguments: further arguments of ``saf forward``, such as ``--spark``, ``always``. Templated.
+        config: another saf.toml than that of ``saf`` or the connection. Templated.
+        environment: further variables for the command. Templated, so Airflow's pages show them.
         skip_if_nothing: skip the task and its downstream tasks if nothing has arrived.
         succeed_in_part: succeed, with events, if messages have arrived although a database does not
             answer: tasks for one destination need not wait for another destination. The next run
@@ -62,7 +66,8 @@ class SafForwardOperator(BaseOperator):
             process after 5 s.
     """
 
-    template_fields: Sequence[str] = ("arguments",)
+    template_fields: Sequence[str] = ("arguments", "config", "environment")
+    template_fields_renderers = {"environment": "json"}  # noqa: RUF012 - as in Airflow
 
     def __init__(
         self,
@@ -70,6 +75,8 @@ class SafForwardOperator(BaseOperator):
         saf: Saf | None = None,
         saf_conn_id: str | None = None,
         arguments: Sequence[str] = (),
+        config: str | None = None,
+        environment: Mapping[str, str] | None = None,
         skip_if_nothing: bool = False,
         succeed_in_part: bool = False,
         asset_alias: str | None = "saf",
@@ -84,15 +91,22 @@ class SafForwardOperator(BaseOperator):
         self.saf = saf
         self.saf_conn_id = saf_conn_id
         self.arguments = arguments
+        self.config = config
+        self.environment = environment
         self.skip_if_nothing = skip_if_nothing
         self.succeed_in_part = succeed_in_part
         self.asset_alias = asset_alias
         self.stop_seconds = stop_seconds
         self._process: subprocess.Popen[str] | None = None
+        self._said: Mapping[str, Any] = {}
 
     def execute(self, context: Context) -> dict[str, Any]:
         """Run the command and return its JSON."""
-        saf = found(self.saf, self.saf_conn_id)
+        saf = located(self.saf, self.saf_conn_id, config=self.config, environment=self.environment)
+        try:
+            saf = resolved(saf)
+        except ValueError as error:
+            raise AirflowFailException(str(error)) from None
         try:
             self._process = saf.start(
                 "forward", "--json", "--progress-every", "10", *self.arguments
@@ -107,9 +121,19 @@ class SafForwardOperator(BaseOperator):
         except BaseException:
             self.on_kill()
             raise
+        self._said = done.said
         self._judge(done)
         self._tell(context, done.said["by_service"])
         return done.said
+
+    def get_openlineage_facets_on_complete(
+        self,
+        task_instance: Any,  # noqa: ARG002 - OpenLineage's signature
+    ) -> OperatorLineage:
+        """Return the datasets of the run, also of one that failed in part."""
+        from saf_airflow.lineage import of_run
+
+        return of_run(self._said)
 
     def on_kill(self) -> None:
         """End the command with its child processes."""
@@ -172,16 +196,6 @@ def reasons(done: Done) -> str:
     """Return errors and reasons for waiting, each once; from the JSON, or else from the log."""
     problems = [*done.said.get("problems", ()), *done.said.get("waiting", ())]
     return "; ".join(dict.fromkeys(str(problem["error"]) for problem in problems)) or done.errors
-
-
-def found(saf: Saf | None, connection_id: str | None) -> Saf:
-    """Return the given command, a connection's, or the default."""
-    if connection_id is None:
-        return saf or Saf()
-    try:
-        return Saf.of_connection(connection_id)
-    except (ValueError, TypeError) as error:
-        raise AirflowFailException(str(error)) from None
 
 
 def _several(outlets: Any) -> list[Any]:

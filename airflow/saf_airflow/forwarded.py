@@ -16,7 +16,7 @@ from airflow.sdk.exceptions import AirflowFailException
 from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 from saf_airflow.command import MEND, Done, Saf
-from saf_airflow.forward import found
+from saf_airflow.connection import aresolved, located, resolved
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -38,10 +38,16 @@ class SafForwardedSensor(BaseSensorOperator):
         allow_dead: count dead letters as forwarded.
         saf: the location of the command, with its configuration.
         saf_conn_id: an Airflow connection with these settings; an alternative to ``saf``.
+        config: another saf.toml than that of ``saf`` or the connection.
+        environment: further variables for the command.
         deferrable: wait in the triggerer, without occupying a worker slot.
     """
 
-    template_fields: Sequence[str] = ("until", "since", "service", "broker")
+    template_fields: Sequence[str] = (
+        *("until", "since", "service", "broker"),
+        *("config", "environment"),
+    )
+    template_fields_renderers = {"environment": "json"}  # noqa: RUF012 - as in Airflow
 
     def __init__(
         self,
@@ -53,6 +59,8 @@ class SafForwardedSensor(BaseSensorOperator):
         allow_dead: bool = False,
         saf: Saf | None = None,
         saf_conn_id: str | None = None,
+        config: str | None = None,
+        environment: Mapping[str, str] | None = None,
         deferrable: bool = conf.getboolean("operators", "default_deferrable", fallback=False),
         **kwargs: Any,
     ) -> None:
@@ -64,6 +72,8 @@ class SafForwardedSensor(BaseSensorOperator):
         self.allow_dead = allow_dead
         self.saf = saf
         self.saf_conn_id = saf_conn_id
+        self.config = config
+        self.environment = environment
         self.deferrable = deferrable
 
     def execute(self, context: Context) -> Any:
@@ -71,12 +81,13 @@ class SafForwardedSensor(BaseSensorOperator):
         if not self.deferrable:
             return super().execute(context)
         if not self.poke(context):
-            saf = found(self.saf, self.saf_conn_id)
+            saf = self._located()
             self.defer(
                 trigger=SafForwardedTrigger(
                     command=saf.command,
                     config=saf.config,
                     environment=saf.environment,
+                    connections=saf.connections,
                     question=self._question(),
                     poll_seconds=self.poke_interval,
                 ),
@@ -87,7 +98,10 @@ class SafForwardedSensor(BaseSensorOperator):
 
     def poke(self, context: Context) -> bool:  # noqa: ARG002 - Airflow's signature
         """Ask once."""
-        saf = found(self.saf, self.saf_conn_id)
+        try:
+            saf = resolved(self._located())
+        except ValueError as error:
+            raise AirflowFailException(str(error)) from None
         return self._judged(*asyncio.run(asked(saf, self._question())))
 
     def execute_complete(
@@ -98,6 +112,9 @@ class SafForwardedSensor(BaseSensorOperator):
         """Continue after the triggerer has finished."""
         if not self._judged(event["state"], event["said"]):
             raise AirflowFailException(f"the trigger has ended too early: {dict(event)}")
+
+    def _located(self) -> Saf:
+        return located(self.saf, self.saf_conn_id, config=self.config, environment=self.environment)
 
     def _judged(self, state: str, reason: str) -> bool:
         if state == BROKEN:
@@ -134,10 +151,16 @@ class SafForwardedTrigger(BaseTrigger):
         question: Sequence[str],
         config: str | None = None,
         environment: Mapping[str, str] | None = None,
+        connections: Mapping[str, str] | None = None,
         poll_seconds: float = 60.0,
     ) -> None:
         super().__init__()
-        self.saf = Saf(command=command, config=config, environment=environment or {})
+        self.saf = Saf(
+            command=command,
+            config=config,
+            environment=environment or {},
+            connections=connections or {},
+        )
         self.question = list(question)
         self.poll_seconds = poll_seconds
 
@@ -149,6 +172,7 @@ class SafForwardedTrigger(BaseTrigger):
                 "command": self.saf.command,
                 "config": self.saf.config,
                 "environment": dict(self.saf.environment),
+                "connections": dict(self.saf.connections),
                 "question": self.question,
                 "poll_seconds": self.poll_seconds,
             },
@@ -157,7 +181,12 @@ class SafForwardedTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         """Run the command repeatedly until the wait is over."""
         while True:
-            state, reason = await asked(self.saf, self.question)
+            try:
+                saf = await aresolved(self.saf)
+            except ValueError as error:
+                yield TriggerEvent({"state": BROKEN, "said": str(error)})
+                return
+            state, reason = await asked(saf, self.question)
             if state != WAITS:
                 yield TriggerEvent({"state": state, "said": reason})
                 return

@@ -14,9 +14,12 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from airflow.sdk import BaseHook
+from airflow.sdk.exceptions import AirflowException
 from airflow.triggers.base import BaseEventTrigger, TriggerEvent
 
 from saf_airflow.command import Done, Saf
+from saf_airflow.connection import aresolved, of_connection, settled
 
 STATES = ("pending", "parked")
 
@@ -32,6 +35,9 @@ class SafPendingTrigger(BaseEventTrigger):
         command: path of the command ``saf``.
         config: its saf.toml.
         environment: further variables for the command.
+        connections: variables that get the DSN of an Airflow connection: its id by their name.
+        saf_conn_id: an Airflow connection with these settings; ``command`` and ``connections`` are
+            then the connection's.
         poll_seconds: interval of polling while nothing is pending.
         again_seconds: pause after firing.
     """
@@ -42,11 +48,19 @@ class SafPendingTrigger(BaseEventTrigger):
         command: str = Saf.command,
         config: str | None = None,
         environment: Mapping[str, str] | None = None,
+        connections: Mapping[str, str] | None = None,
+        saf_conn_id: str | None = None,
         poll_seconds: float = 10.0,
         again_seconds: float = 60.0,
     ) -> None:
         super().__init__()
-        self.saf = Saf(command=command, config=config, environment=environment or {})
+        self.saf = Saf(
+            command=command,
+            config=config,
+            environment=environment or {},
+            connections=connections or {},
+        )
+        self.saf_conn_id = saf_conn_id
         self.poll_seconds = poll_seconds
         self.again_seconds = again_seconds
 
@@ -58,6 +72,8 @@ class SafPendingTrigger(BaseEventTrigger):
                 "command": self.saf.command,
                 "config": self.saf.config,
                 "environment": dict(self.saf.environment),
+                "connections": dict(self.saf.connections),
+                "saf_conn_id": self.saf_conn_id,
                 "poll_seconds": self.poll_seconds,
                 "again_seconds": self.again_seconds,
             },
@@ -74,14 +90,17 @@ class SafPendingTrigger(BaseEventTrigger):
     async def _found(self) -> dict[str, list[str]]:
         """Return the brokers that have messages of each state; empty without any messages."""
         found: dict[str, list[str]] = {}
+        try:
+            saf = await self._resolved()
+        except (AirflowException, ValueError) as error:
+            self.log.error("%s", error)  # noqa: TRY400 - readers need no traceback
+            return {}
         for state in STATES:
             try:
-                done = await self.saf.ask(
-                    "outbox", "list", "--state", state, "--limit", "1", "--json"
-                )
+                done = await saf.ask("outbox", "list", "--state", state, "--limit", "1", "--json")
             except (OSError, TimeoutError) as error:
                 self.log.error(  # noqa: TRY400 - readers need no traceback
-                    "%s cannot be asked: %s", self.saf.command, error
+                    "%s cannot be asked: %s", saf.command, error
                 )
                 return {}
             if done.code:
@@ -90,6 +109,12 @@ class SafPendingTrigger(BaseEventTrigger):
             if brokers:
                 found[state] = sorted(brokers)
         return found
+
+    async def _resolved(self) -> Saf:
+        if self.saf_conn_id is None:
+            return await aresolved(self.saf)
+        described = of_connection(await BaseHook.aget_connection(self.saf_conn_id))
+        return await aresolved(settled(described, self.saf.config, self.saf.environment))
 
 
 def _said(done: Done) -> str:

@@ -421,7 +421,7 @@ class Forwarder:
             ):
                 waits.add(name)
             if receipt.destination is not None:
-                self._count(receipt)
+                self._count(name, receipt)
                 continue
             if receipt.complete:
                 complete[name].append(work[receipt.work])
@@ -457,8 +457,11 @@ class Forwarder:
             for name in failed:
                 self.roster.failed(name)
 
-    def _count(self, receipt: Receipt) -> None:
+    def _count(self, broker: str, receipt: Receipt) -> None:
         assert receipt.destination is not None  # noqa: S101 - for the type checker
+        if arrived := receipt.messages + receipt.dropped:
+            brokers = self.summary.by_broker
+            brokers[broker] = brokers.get(broker, 0) + arrived
         counts = self.summary.by_destination
         counts[receipt.destination] = counts.get(receipt.destination, 0) + receipt.messages
         self.summary.add_services(receipt.destination, receipt.services)

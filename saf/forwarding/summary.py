@@ -61,6 +61,8 @@ class Summary:
     """Messages set aside until a destination, a route or a service exists or answers."""
     dead: int = 0
     """Messages set aside for an operator."""
+    by_broker: dict[str, int] = field(default_factory=dict)
+    """By source, messages that its destinations have now, counted for each destination."""
     by_destination: dict[str, int] = field(default_factory=dict)
     by_service: dict[str, dict[str, int]] = field(default_factory=dict)
     """By destination, messages by service that it has now: ``forwarded`` and ``dropped`` ones. So
@@ -105,8 +107,12 @@ class Summary:
         self.cycles += cycle.cycles
         for name, messages in cycle.early.items():
             self.early[name] = self.early.get(name, 0) + messages
-        for name, messages in cycle.by_destination.items():
-            self.by_destination[name] = self.by_destination.get(name, 0) + messages
+        for own, others in (
+            (self.by_broker, cycle.by_broker),
+            (self.by_destination, cycle.by_destination),
+        ):
+            for name, messages in others.items():
+                own[name] = own.get(name, 0) + messages
         for name, services in cycle.by_service.items():
             self.add_services(name, services)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,7 +16,7 @@ from saf.engine.work import Receipt
 from saf.routing.routes import add_route
 from tests.dying import Crash, crash
 from tests.pipeline import Cycle, connect, drain, forwarding_rules, let_time_pass
-from tests.programs import configuration, last_json, saf
+from tests.programs import BIN, configuration, environment, last_json, saf
 from tests.routing import send
 
 
@@ -41,8 +42,9 @@ def test_a_run_says_what_it_has_brought_to_each_destination_by_service(
     said = last_json(saf("forward", "--json", "--config", config).stdout)
     assert said["by_service"] == {"mom": {"billing": 3, "shipping": 1}, "other": {"prices": 2}}
     assert said["by_destination"] == {"mom": 4, "other": 2}
+    assert said["by_broker"] == {"shop": 6}
     said = last_json(saf("forward", "--json", "--config", config).stdout)
-    assert said["by_service"] == {}
+    assert (said["by_service"], said["by_broker"]) == ({}, {})
 
 
 @pytest.mark.parametrize(("point", "found"), [("mom_insert", 0), ("mom_commit", 2)])
@@ -62,6 +64,23 @@ def test_what_a_run_had_stored_when_it_was_killed_is_said_by_the_next_one(
         receipts = drain(cycle)
     assert sum(one.dropped for one in receipts) == found
     assert by_service(receipts) == {"mom": {"billing": 1, "shipping": 1}}
+
+
+def test_a_run_after_a_kill_names_the_source_of_what_it_finds_stored(
+    app: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
+    with connect(app) as connection:
+        send(connection, *"ab", service="billing")
+    killed = [str(BIN / "saf"), "forward", "--config", str(config)]
+    subprocess.run(
+        killed,
+        env=environment(SAF_FAILPOINT="mom_commit"),
+        start_new_session=True,  # the failpoint kills its process group
+        check=False,
+    )
+    said = last_json(saf("forward", "--json", "--config", config).stdout)
+    assert (said["forwarded"], said["dropped"], said["by_broker"]) == (0, 2, {"shop": 2})
 
 
 def test_messages_for_a_service_that_is_not_known_there_count_when_they_have_arrived(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from saf.cli.console import EXIT_CODES
+from saf.config import load
 from saf.database import Dsn
 from saf.errors import Unavailable, UsageError
 from tests.pages import blocks, page, prepared, shell
@@ -38,7 +42,7 @@ def test_the_code_of_the_page_is_python_and_names_what_the_package_has() -> None
         )
     )
     code = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(code) == 4
+    assert len(code) == 6
     for one in code:
         for node in ast.walk(ast.parse(one)):
             if isinstance(node, ast.ImportFrom) and node.module == "saf_airflow":
@@ -55,7 +59,31 @@ def test_the_package_needs_airflow_and_nothing_of_saf() -> None:
                 imported.add(node.module.partition(".")[0])
             elif isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
-    assert imported - set(sys.stdlib_module_names) == {"airflow", "saf_airflow"}
+    # OpenLineage only where OpenLineage calls
+    assert imported - set(sys.stdlib_module_names) == {"airflow", "openlineage", "saf_airflow"}
+    for tree in MODULES.values():
+        for node in tree.body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert "openlineage" not in ast.unparse(node)
+
+
+def test_the_settings_of_the_page_name_the_variables_of_its_connection(
+    app: Dsn, mom: Dsn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (toml,) = blocks(PAGE, "toml")
+    (tmp_path / "saf.toml").write_text(toml)
+    (named,) = re.findall(r"\| DSNs from connections \| `(\{.*\})` \|", PAGE)
+    dsns = (app.conninfo, mom.conninfo)
+    for variable, dsn in zip(json.loads(named), dsns, strict=True):
+        monkeypatch.setenv(variable, dsn)
+    settings = load(tmp_path / "saf.toml")
+    assert (set(settings.brokers), set(settings.destinations)) == ({"shop"}, {"mom"})
+
+
+def test_the_commands_that_the_hook_runs_on_the_page_exist() -> None:
+    for words in re.findall(r'SafHook\("saf"\)\.run\((.*)\)', PAGE):
+        command, *options = ast.literal_eval(f"[{words}]")
+        assert {*options} <= {*re.findall(r"--[a-z-]+", saf(command, "--help").stdout)}
 
 
 def test_its_exit_codes_and_options_are_those_of_the_commands() -> None:

@@ -11,18 +11,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from psycopg import sql
 
-from saf.broker.embedded import DEFAULT_VERSION, programs
+from saf.broker.embedded import DEFAULT_VERSION, EmbeddedServer, programs
 from saf.config import load
 from saf.database import Dsn
+from tests.pipeline import connect
 from tests.programs import BIN, ROOT, environment, run
+from tests.roles import as_user
 
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
@@ -32,6 +35,8 @@ OURS = {name: service for name, service in SERVICES.items() if "build" in servic
 DATABASES = {name: service for name, service in SERVICES.items() if "build" not in service}
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 FLIGHTS = 600
+ROLES = {"saf_forwarder": "FORWARDER", "flights": "FLIGHTS"}
+"""The roles that roles.sql creates, and how the variables of their passwords begin."""
 
 
 def _stages() -> dict[str, list[tuple[str, str]]]:
@@ -77,10 +82,13 @@ def _here(value: str, places: dict[str, Dsn]) -> str:
     """A DSN of the compose file as one of the test's databases, having checked that it fits."""
     parts = Dsn(_interpolated(value)).parts
     declared = {k: _interpolated(v) for k, v in SERVICES[parts["host"]]["environment"].items()}
-    assert parts["user"] == declared["POSTGRES_USER"]
-    assert parts["password"] == declared["POSTGRES_PASSWORD"]
     assert parts["dbname"] == declared["POSTGRES_DB"]
-    return places[parts["host"]].conninfo
+    user, password = str(parts["user"]), parts["password"]
+    if user == declared["POSTGRES_USER"]:
+        assert password == declared["POSTGRES_PASSWORD"]
+        return places[parts["host"]].conninfo
+    assert password == declared[f"{ROLES[user]}_PASSWORD"]
+    return as_user(places[parts["host"]], user).conninfo
 
 
 def _environment(service: dict[str, Any], places: dict[str, Dsn]) -> dict[str, str]:
@@ -100,7 +108,8 @@ def test_the_compose_file_follows_the_compose_specification() -> None:
 
 def test_each_variable_of_the_compose_file_has_a_default() -> None:
     found = VARIABLE.findall((DOCKER / "compose.yaml").read_text())
-    assert {name for name, _ in found} == {"APP_PASSWORD", "MOM_PASSWORD"}
+    given = {f"{name}_PASSWORD" for name in ("APP", "MOM", *ROLES.values())}
+    assert {name for name, _ in found} == given
     assert all(default for _, default in found)
 
 
@@ -126,6 +135,9 @@ def test_each_path_of_the_compose_file_exists_and_each_volume_is_declared() -> N
             source, target, *_ = volume.split(":")
             if source.startswith("."):
                 assert (DOCKER / source).is_file()
+            if source == "./roles.sql":
+                assert target == "/docker-entrypoint-initdb.d/roles.sql"
+            elif source.startswith("."):
                 assert f"SAF_CONFIG={target}" in _last("forwarder", "ENV")
             else:
                 assert source in COMPOSE["volumes"]
@@ -150,11 +162,39 @@ def test_the_databases_health_check_is_a_command_that_works(
         assert done.returncode == 0, done.stderr
 
 
+def test_only_migrations_log_in_as_the_owner() -> None:
+    for name, service in OURS.items():
+        users = {Dsn(_interpolated(one)).parts["user"] for one in service["environment"].values()}
+        (user,) = users
+        assert user in (["saf_owner"] if name.startswith("migrate-") else ROLES), name
+
+
+@pytest.fixture
+def gone_roles(server: EmbeddedServer) -> Iterator[None]:
+    """Drops the roles of roles.sql after the databases."""
+    yield
+    with connect(server.dsn("postgres")) as connection:
+        for role in ROLES:
+            connection.execute(sql.SQL("DROP ROLE IF EXISTS {}").format(sql.Identifier(role)))
+
+
 @pytest.mark.full
-def test_the_compose_files_services_do_their_work(
+@pytest.mark.usefixtures("gone_roles")
+def test_the_compose_files_services_do_their_work_with_their_own_roles(
     new_database: Callable[[str], Dsn], tmp_path: Path
 ) -> None:
     places = {name: new_database(name) for name in DATABASES}
+    # the roles of all databases of a server are the same; those of app are more
+    given = {k: _interpolated(v) for k, v in SERVICES["app"]["environment"].items()}
+    psql = [str(programs(DEFAULT_VERSION) / "psql"), "-X", "-v", "ON_ERROR_STOP=1", "-f"]
+    done = run([*psql, str(DOCKER / "roles.sql"), places["app"].conninfo], env=given)
+    assert done.returncode == 0, done.stderr
+    for name in ("app", "mom"):
+        for variable in ROLES.values():
+            granting = "\n".join(SERVICES[f"migrate-{name}"]["command"])
+            role = next(role for role in ROLES if ROLES[role] == variable)
+            has = f"{variable}_PASSWORD" in SERVICES[name]["environment"]
+            assert has is (f" {role}\n" in granting), (name, role)
 
     def once(name: str, *more: str) -> None:
         service = SERVICES[name]

@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -33,11 +34,14 @@ CRONTAB = (JOBS / "crontab").read_text()
 
 
 @pytest.fixture
-def etc(tmp_path: Path, app: Dsn, mom: Dsn) -> Path:
-    """What /etc/saf is on an operator's machine: saf.toml, and the secrets that it needs."""
+def etc(granted: Callable[..., Dsn], tmp_path: Path, app: Dsn, mom: Dsn) -> Path:
+    """What /etc/saf is on an operator's machine: saf.toml, and the secrets of forwarders."""
     text = (JOBS / "saf.toml").read_text()
     (tmp_path / "saf.toml").write_text(text.replace('# master = "local[*]"', 'master = "local[1]"'))
-    (tmp_path / "secrets.env").write_text(f'SHOP_DSN="{app.conninfo}"\nMOM_DSN="{mom.conninfo}"\n')
+    logins = {"SHOP_DSN": granted(app, "forwarder"), "MOM_DSN": granted(mom, "forwarder")}
+    (tmp_path / "secrets.env").write_text(
+        "".join(f'{name}="{login.conninfo}"\n' for name, login in logins.items())
+    )
     return tmp_path
 
 
@@ -166,6 +170,18 @@ def test_the_service_forwards_with_the_settings_of_its_unit(etc: Path, app: Dsn,
     done = run([BIN / "saf", *command[1:]], env={**env, "SAF_CONFIG": str(etc / "saf.toml")})
     assert done.returncode == 0, done.stderr
     assert len(received(mom)) == 5
+
+
+@pytest.mark.parametrize("name", UNITS[:2])
+def test_the_services_user_may_be_a_role_by_peer_and_its_comment_grants_it(name: str) -> None:
+    text = (JOBS / name).read_text()
+    user = _unit(name)["Service"]["User"]
+    assert user not in ("saf", "root")
+    assert re.fullmatch(r"[a-z_][a-z0-9_]*", user)  # a role's name without quotes
+    assert f"useradd --system --home-dir /var/lib/saf {user}\n" in text
+    assert f"saf grant --role forwarder {user} " in text
+    assert f"saf grant --role forwarder {user} " in CRONTAB
+    assert f"crontab -u {user} " in CRONTAB
 
 
 def test_a_service_is_stopped_by_a_signal_to_the_forwarder_alone() -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +17,10 @@ from saf_demo.servers import free_port
 from tests.needed import needed
 from tests.pages import page
 from tests.pipeline import connect
-from tests.programs import BIN, ROOT, configuration, environment, run
-from tests.scraping import served
+from tests.programs import ROOT, configuration, run
+from tests.prometheus_server import RULES, get, prometheus, started
 from tests.waits import until
 
-RULES = ROOT / "ops" / "prometheus" / "rules.yaml"
 DASHBOARD = ROOT / "ops" / "grafana" / "saf.json"
 BY_NAME = {one.name: one for one in METRICS}
 SUFFIXES = ("_bucket", "_sum", "_count")
@@ -190,67 +185,6 @@ def test_each_panel_of_the_dashboard_asks_for_metrics_that_there_are() -> None:
     assert asked == BY_NAME.keys() - left_out
 
 
-def get(where: str) -> Any:
-    try:
-        with urllib.request.urlopen(f"http://{where}", timeout=10) as answer:
-            return json.loads(answer.read())["data"]
-    except (urllib.error.URLError, ConnectionError):
-        return None
-
-
-@contextmanager
-def prometheus(folder: Path, *targets: int) -> Iterator[str]:
-    """A Prometheus that scrapes ports of this machine every second, with the rules at once."""
-    brief = yaml.safe_load(RULES.read_text())
-    for rule in brief["groups"][0]["rules"]:
-        rule.pop("for", None)
-    brief["groups"][0]["interval"] = "1s"
-    (folder / "rules.yaml").write_text(yaml.safe_dump(brief))
-    (folder / "prometheus.yml").write_text(
-        yaml.safe_dump(
-            {
-                "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
-                "rule_files": ["rules.yaml"],
-                "scrape_configs": [
-                    {
-                        "job_name": "saf",
-                        "static_configs": [{"targets": [f"127.0.0.1:{one}" for one in targets]}],
-                    }
-                ],
-            }
-        )
-    )
-    port = free_port()
-    command = [
-        needed("prometheus", "prometheus"),
-        f"--config.file={folder / 'prometheus.yml'}",
-        f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}",
-        "--log.level=error",
-    ]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        try:
-            until(lambda: served(port))
-            yield f"127.0.0.1:{port}/api/v1"
-        finally:
-            process.terminate()
-            process.wait(timeout=30)
-
-
-@contextmanager
-def started(arguments: Sequence[object]) -> Iterator[None]:
-    """The command ``saf``, until the block ends."""
-    command = [str(one) for one in (BIN / "saf", *arguments)]
-    with subprocess.Popen(
-        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
-
-
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_real_prometheus_scrapes_a_loop_and_the_databases_and_a_rule_fires(
@@ -267,14 +201,14 @@ def test_a_real_prometheus_scrapes_a_loop_and_the_databases_and_a_rule_fires(
         found = (get(f"{at}/alerts") or {}).get("alerts", [])
         return {one["labels"]["alertname"]: one["annotations"]["runbook"] for one in found}
 
-    with started(serve), prometheus(tmp_path, exporter, forwarder) as at:
+    with started(*serve), prometheus(tmp_path, exporter, forwarder) as at:
         until(lambda: {"SafNotForwarding", "SafNoForwarder"} <= firing(at).keys())
         assert firing(at)["SafNoForwarder"] == "operations.md#safnoforwarder"
         assert "SafDeadLetters" not in firing(at)
         with connect(app) as connection:
             connection.execute(DEAD)
         until(lambda: "SafDeadLetters" in firing(at), seconds=90)
-        with started(loop):
+        with started(*loop):
             until(lambda: "SafNotForwarding" not in firing(at), seconds=90)
             wanted = {"saf_up", "saf_ring_used_slots", "saf_forwarded_messages_total"}
             until(lambda: wanted <= {*get(f"{at}/label/__name__/values")})

@@ -3,81 +3,85 @@
 from __future__ import annotations
 
 import configparser
-import tomllib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+from psycopg import sql
 
 from saf.broker.services import create_service
-from saf.config import load
+from saf.config import Settings, load
 from saf.database import Dsn, fetch
+from tests import manifests
 from tests.needed import needed
 from tests.pipeline import connect, forward
-from tests.programs import BIN, ROOT, run, saf
+from tests.programs import BIN, ROOT, last_json, run, saf, send
 
 FOLDER = ROOT / "examples" / "production"
 UNIT = FOLDER / "saf-worker.service"
-MANIFESTS: list[dict[str, Any]] = list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
-
-
-def of_kind(kind: str) -> dict[str, dict[str, Any]]:
-    """The manifests of a kind, by name."""
-    return {one["metadata"]["name"]: one for one in MANIFESTS if one["kind"] == kind}
-
-
-def pods() -> dict[str, dict[str, Any]]:
-    """What runs, by name."""
-    jobs = {
-        name: one["spec"]["jobTemplate"]["spec"]["template"]["spec"]
-        for name, one in of_kind("CronJob").items()
-    }
-    return jobs | {n: one["spec"]["template"]["spec"] for n, one in of_kind("Deployment").items()}
+MANIFESTS = manifests.read((FOLDER / "kubernetes.yaml").read_text())
 
 
 @pytest.mark.parametrize(
     "manifest", MANIFESTS, ids=lambda one: f"{one['kind']}/{one['metadata']['name']}"
 )
-def test_kubernetes_takes_each_manifest(manifest: dict[str, Any]) -> None:
-    import kubernetes_validate  # takes seconds, which every run's collection would pay
-
-    kubernetes_validate.validate(manifest, "1.33", strict=True)
+def test_kubernetes_takes_each_manifest(manifest: manifests.Manifest) -> None:
+    manifests.validate(manifest)
 
 
 def test_each_pod_is_nobody_and_gets_its_secrets_from_the_environment() -> None:
-    for name, pod in pods().items():
-        assert pod["securityContext"]["runAsNonRoot"], name
+    manifests.refuse_privileges(MANIFESTS)
+    for pod in manifests.pods(MANIFESTS).values():
         for container in pod["containers"]:
-            assert not container["securityContext"]["allowPrivilegeEscalation"], name
-            assert container["envFrom"], name
+            assert container["envFrom"]
 
 
 def test_each_container_runs_a_command_that_exists_with_options_that_exist() -> None:
-    for name, pod in pods().items():
-        (container,) = pod["containers"]
-        words = container.get("args") or container["command"][1:]
-        told = saf(words[0], "--help").stdout
-        for word in words:
-            assert not word.startswith("--") or word in told, (name, word)
+    found = dict(manifests.commands(MANIFESTS))
+    assert found.keys() == {"worker", "forwarder", "reconcile"}
+    for words in found.values():
+        manifests.refuse_unknown_words(words)
 
 
 def test_a_deployments_pods_are_those_that_it_looks_for_and_have_time_to_stop() -> None:
-    for name, one in of_kind("Deployment").items():
+    for name, one in manifests.named(MANIFESTS, "Deployment").items():
         labels = one["spec"]["template"]["metadata"]["labels"]
         assert one["spec"]["selector"]["matchLabels"] == labels, name
         assert one["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= 60
 
 
-def test_the_config_map_holds_a_saf_toml_that_loads(
-    app: Dsn, mom: Dsn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_each_container_does_its_work_with_the_rights_of_the_role_that_the_file_names(
+    granted: Callable[..., Dsn], app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
-    text = of_kind("ConfigMap")["saf"]["data"]["saf.toml"]
-    assert tomllib.loads(text)
-    (tmp_path / "saf.toml").write_text(text)
-    monkeypatch.setenv("SHOP_DSN", app.conninfo)
-    monkeypatch.setenv("STORE_DSN", mom.conninfo)
-    assert load(tmp_path / "saf.toml").forwarder.default_destination == "store"
+    config = manifests.config(MANIFESTS, tmp_path)
+    assert load_with(config, app, mom).forwarder.default_destination == "store"
+    words = {name: list(words) for name, words in manifests.commands(MANIFESTS)}
+    with connect(mom) as store:
+        create_service(store, "billing")
+    send(app, 3)
+
+    def done(container: str, kind: str) -> str:
+        arguments = [
+            str(config) if word == "/etc/saf/saf.toml" else word for word in words[container]
+        ]
+        env = {
+            "SHOP_DSN": granted(app, kind).conninfo,
+            "STORE_DSN": granted(mom, kind).conninfo,
+        }
+        done = saf(*(word for word in arguments if word != "--loop"), env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert last_json(done("forwarder", "forwarder"))["forwarded"] == 3
+    assert last_json(done("reconcile", "operator"))
+
+
+def load_with(file: Path, app: Dsn, mom: Dsn) -> Settings:
+    """The settings of a saf.toml whose dsns come from the environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SHOP_DSN", app.conninfo)
+        patch.setenv("STORE_DSN", mom.conninfo)
+        return load(file)
 
 
 def test_systemd_takes_the_unit_without_a_warning(tmp_path: Path) -> None:
@@ -90,7 +94,9 @@ def test_systemd_takes_the_unit_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_units_command_handles_what_is_there(app: Dsn, mom: Dsn) -> None:
+def test_the_units_command_handles_what_is_there_as_a_receiver_who_owns_its_table(
+    granted: Callable[..., Dsn], app: Dsn, mom: Dsn
+) -> None:
     unit = configparser.ConfigParser(interpolation=None, strict=False, delimiters=("=",))
     unit.read_string(UNIT.read_text())
     program, *arguments = unit["Service"]["execstart"].split()
@@ -102,7 +108,10 @@ def test_the_units_command_handles_what_is_there(app: Dsn, mom: Dsn) -> None:
         done = run(sent, cwd=FOLDER.parent, env={"SHOP_DSN": app.conninfo})
         assert done.returncode == 0, done.stderr
         forward(app, mom=mom)
-        env = {"STORE_DSN": mom.conninfo}
+        login = granted(mom, "receiver")
+        role = sql.Identifier(str(login.parts["user"]))
+        store.execute(sql.SQL("GRANT CREATE ON SCHEMA public TO {}").format(role))
+        env = {"STORE_DSN": login.conninfo}
         done = run([BIN / "saf", *arguments[:-2], "--drain"], cwd=FOLDER.parent, env=env)
         assert done.returncode == 0, done.stderr
         assert fetch(store, "SELECT number FROM invoice") == [("A-1",)]

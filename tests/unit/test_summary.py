@@ -51,9 +51,14 @@ def test_a_sum_has_every_count_of_its_cycles() -> None:
     counts = ("forwarded", "dropped", "parked", "dead", "batches", "cycles")
     whole = Summary()
     for _ in range(2):
-        cycle = Summary(by_destination={"mom": 3}, **dict.fromkeys(counts, 5))  # type: ignore[arg-type]
+        cycle = Summary(
+            by_destination={"mom": 3},
+            by_broker={"shop": 3},
+            **dict.fromkeys(counts, 5),  # type: ignore[arg-type]
+        )
         cycle.add_services("mom", {"billing": 4})
         whole.add(cycle)
     assert {name: getattr(whole, name) for name in counts} == dict.fromkeys(counts, 10)
     assert whole.by_destination == {"mom": 6}
+    assert whole.by_broker == {"shop": 6}
     assert whole.by_service == {"mom": {"billing": 8}}

@@ -187,6 +187,13 @@ MUTANTS: list[Mutant] = [
         OF_LITTLE,
     ),
     mutant(
+        "messages that a killed run had stored have no source",
+        FORWARD,
+        "if arrived := receipt.messages + receipt.dropped:",
+        "if arrived := receipt.messages:",
+        f"{COUNTED}::test_a_run_after_a_kill_names_the_source_of_what_it_finds_stored",
+    ),
+    mutant(
         "a quiet source is looked at whatever other databases do",
         QUIET,
         "            known is not None\n            and left == known\n",
