@@ -126,7 +126,7 @@ class Outbox:
         service: str,
         body: object,
         *,
-        key: str | None = None,
+        key: str | int | UUID | None = None,
         headers: Mapping[str, Any] | None = None,
         message_type: str | None = None,
         deliver_at: datetime | None = None,
@@ -141,7 +141,8 @@ class Outbox:
             service: the service that gets the message; its name has up to 255 bytes of UTF-8.
             body: bytes, str, or any value that has a JSON form (`saf.message`). Its
                 content type goes into the headers, unless they already have one.
-            key: messages with the same key stay in order, e.g. an order's number; up to 1024 bytes.
+            key: messages with the same key stay in order, e.g. an order's number. It has up to 1024
+                bytes; an int or a UUID is stored as its text.
             headers: JSON values by name; names are compared without case.
             message_type: the type of the body, for dispatch at the consumer.
             deliver_at: earliest time of delivery; a datetime with a time zone. Only an inbox holds
@@ -178,7 +179,7 @@ class Outbox:
         service: str,
         body: object,
         *,
-        key: str | None = None,
+        key: str | int | UUID | None = None,
         headers: Mapping[str, Any] | None = None,
         message_type: str | None = None,
         deliver_at: datetime | None = None,
