@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 from saf.errors import UsageError
 from saf.received import Received
@@ -68,6 +68,28 @@ class Handlers(dict[str | None, Registered]):
                     f"{named(call)} is{' not' * (not waits)}"
                 )
         self[message_type] = Registered(call=call, batch=batch, waits=waits)
+
+
+def is_function(given: object) -> TypeGuard[Callable[..., Any]]:
+    """Return whether a decorator was given its function: it was written without parentheses.
+
+    >>> is_function(print), is_function("OrderPlaced"), is_function(str)
+    (True, False, False)
+    """
+    return callable(given) and not isinstance(given, type)
+
+
+def checked_type(given: object) -> str:
+    """Return the message type that a decorator was given.
+
+    Raises:
+        UsageError: it is not text.
+    """
+    if not isinstance(given, str):
+        raise UsageError(
+            f"a handler's message type is text, such as 'OrderPlaced', and not {given!r:.200}"
+        )
+    return given
 
 
 def check_handler(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -177,9 +177,14 @@ class Loop(ABC):
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         """Handle a delivery, which is not empty."""
 
+    def handled_types(self) -> Sequence[str | None]:
+        """Return the message types that have handlers; None: all other types."""
+        return [None]
+
     def _types(self) -> Collection[str | None] | None:
         """Return the message types that have handlers; None: all."""
-        return None
+        types = self.handled_types()
+        return None if None in types else types
 
     def _taken(self) -> Collection[str | None] | None:
         """Return the message types to take from lanes that wait for a handler; None: all."""

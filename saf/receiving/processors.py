@@ -44,11 +44,11 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 import psycopg
 
@@ -57,7 +57,15 @@ from saf.failpoints import fail_point
 from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception
-from saf.receiving.handlers import check_handler, described, is_async, named, watched
+from saf.receiving.handlers import (
+    check_handler,
+    checked_type,
+    described,
+    is_async,
+    is_function,
+    named,
+    watched,
+)
 from saf.receiving.link import Link
 from saf.receiving.loop import Loop, OfUnhandled, log
 from saf.receiving.membership import Membership
@@ -86,22 +94,31 @@ BRIEFLY = "SET LOCAL lock_timeout = '200ms'"
 PATIENTLY = "SET LOCAL lock_timeout TO DEFAULT"
 
 
-def handles(*message_types: str) -> Callable[[H], H]:
+@overload
+def handles(*message_types: str) -> Callable[[H], H]: ...
+
+
+@overload
+def handles(method: H, /) -> H: ...
+
+
+def handles(*given: Any) -> Any:
     """Mark a method as the handler of message types; without types, of all other types.
 
-    The method is called with the message and the delivery's connection.
+    ``@saf.handles`` without parentheses marks a method for all other types, too. The method is
+    called with the message and the delivery's connection.
 
     Raises:
-        UsageError: the decorator was written without parentheses.
+        UsageError: a message type is not text.
     """
-    if any(map(callable, message_types)):
-        raise UsageError("write @saf.handles(), with parentheses")
+    bare = len(given) == 1 and is_function(given[0])
+    message_types = () if bare else tuple(map(checked_type, given))
 
     def mark(method: H) -> H:
         setattr(method, _MARK, message_types or (None,))
         return method
 
-    return mark
+    return mark(given[0]) if bare else mark
 
 
 class Processor:
@@ -350,8 +367,9 @@ class Processors(Loop):
         if not self.processor.handlers:
             raise UsageError(f"{self.processor.__qualname__} has no method with @saf.handles(…)")
 
-    def _types(self) -> Collection[str | None] | None:
-        return None if None in self.processor.handlers else tuple(self.processor.handlers)
+    def handled_types(self) -> Sequence[str | None]:
+        """Return the message types that have a method; None: all other types."""
+        return [*self.processor.handlers]
 
     @contextmanager
     def _receiving(self, link: Link) -> Iterator[Receiver]:

@@ -18,7 +18,7 @@ query that writes nothing.
 
 A message without a handler waits for a worker that has one, and the later messages of its key wait
 behind it. So old and new workers may run side by side while a new type is introduced.
-``@worker.handler()`` is for all types that have no handler of their own.
+``@worker.handler`` is for all types that have no handler of their own.
 
 *Async handlers.* The handlers of a worker may be ``async def``. They run in one event loop, that of
 `Worker.arun` or else the process's own (`own_loop`), and get an asyncio connection. Up to
@@ -41,11 +41,11 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from saf.database.background import Background
 from saf.errors import UsageError
@@ -53,7 +53,7 @@ from saf.received import Received
 from saf.receiving.asynchronous import EventLoop, aconnected
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception
-from saf.receiving.handlers import Handlers, Registered, watched
+from saf.receiving.handlers import Handlers, Registered, checked_type, is_function, watched
 from saf.receiving.link import connected
 from saf.receiving.loop import Loop, OfUnhandled, log
 from saf.receiving.retries import Policy
@@ -165,18 +165,31 @@ class Worker(Loop):
                 # the event loop may end now, and some threads cannot return without it
                 self._stopping.hurry(END_SECONDS)
 
-    def handler(self, message_type: str | None = None) -> Callable[[H], H]:
+    @overload
+    def handler(self, message_type: str | None = None) -> Callable[[H], H]: ...
+
+    @overload
+    def handler(self, message_type: H) -> H: ...
+
+    def handler(self, message_type: Any = None) -> Any:
         """Register a function of (message, connection) for a type; None: for all other types.
 
-        The function may be async if all of the worker's handlers are.
+        ``@worker.handler`` without parentheses registers the function for all other types, too. The
+        function may be async if all of the worker's handlers are.
 
         Raises:
-            UsageError: the type already has a handler, or the function does not take these
-                arguments.
+            UsageError: the type already has a handler, or is not text; or the function does not
+                take these arguments.
         """
         return self._register(message_type, batch=False)
 
-    def batch_handler(self, message_type: str | None = None) -> Callable[[H], H]:
+    @overload
+    def batch_handler(self, message_type: str | None = None) -> Callable[[H], H]: ...
+
+    @overload
+    def batch_handler(self, message_type: H) -> H: ...
+
+    def batch_handler(self, message_type: Any = None) -> Any:
         """Register a function of (messages, connection) for a type; otherwise like `handler`."""
         return self._register(message_type, batch=True)
 
@@ -216,8 +229,9 @@ class Worker(Loop):
         loop = self._event_loop
         return connected(self.engine) if loop is None else aconnected(self.engine, loop)
 
-    def _types(self) -> Collection[str | None] | None:
-        return None if None in self._handlers else tuple(self._handlers)
+    def handled_types(self) -> Sequence[str | None]:
+        """Return the message types that have handlers; None: all other types."""
+        return [*self._handlers]
 
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         if not any(registered.batch for registered in self._handlers.values()):
@@ -336,10 +350,13 @@ class Worker(Loop):
         else:
             loop.call(calls)
 
-    def _register(self, message_type: str | None, *, batch: bool) -> Callable[[H], H]:
+    def _register(self, given: object, *, batch: bool) -> Any:
+        if is_function(given):
+            self._handlers.add(None, given, batch=batch)
+            return given
+        message_type = None if given is None else checked_type(given)
+
         def register(call: H) -> H:
-            if callable(message_type):
-                raise UsageError("write @worker.handler(), with parentheses")
             self._handlers.add(message_type, call, batch=batch)
             return call
 
