@@ -100,6 +100,10 @@ class Loop(ABC):
         self.signer = signer
         self.summary = Summary()
         """The results of this worker so far."""
+        self.beat: Callable[[bool], object] = lambda _: None
+        """Called by each thread after each search, with whether it has found messages."""
+        self._begun = threading.Event()
+        """Set once a thread receives."""
         self._stopping = Stopping(stop_timeout)
         self._failed: list[Exception] = []
 
@@ -196,8 +200,9 @@ class Loop(ABC):
         while not stopping.is_set():
             try:
                 with self._connected() as link, self._receiving(link) as receiver:
+                    self._begun.set()
                     while not stopping.is_set():
-                        self._deliver(receiver, wait_seconds=WAIT_SECONDS)
+                        self.beat(bool(self._deliver(receiver, wait_seconds=WAIT_SECONDS)))
             except (UsageError, Refused) as error:
                 self._failed.append(error)
                 self.stop()

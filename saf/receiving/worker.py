@@ -40,10 +40,11 @@ import asyncio
 import atexit
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -68,6 +69,12 @@ T = TypeVar("T")
 
 P = ParamSpec("P")
 H = TypeVar("H", bound=Callable[..., object])
+
+BEGIN_SECONDS = 5.0
+"""Longest time that `Worker.running` waits for a worker to receive."""
+
+LOOK_SECONDS = 0.02
+"""Interval at which `Worker.running` looks whether its worker receives."""
 
 END_SECONDS = 1.0
 """Time limit for an event loop to answer, and to end."""
@@ -164,6 +171,44 @@ class Worker(Loop):
             if running.cancel():
                 # the event loop may end now, and some threads cannot return without it
                 self._stopping.hurry(END_SECONDS)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[int]]:
+        """Run as `arun` does while a block runs; at its end, stop in order.
+
+            @asynccontextmanager
+            async def lifespan(app):
+                async with worker.running():
+                    yield
+
+        The block begins once the worker receives, or after `BEGIN_SECONDS` if its database does not
+        answer yet. The block gets the worker's task. If the worker ends before the block, the error
+        is logged immediately, and raised at the end of the block.
+
+        Raises:
+            ConfigurationError, UsageError, Refused, StopTimeout, Unavailable: as `run`.
+        """
+        self._begun.clear()
+        task = asyncio.create_task(self.arun(), name=f"saf {self.subscription}")
+        try:
+            deadline = time.monotonic() + BEGIN_SECONDS
+            while not (task.done() or self._begun.is_set() or time.monotonic() > deadline):
+                await asyncio.wait([task], timeout=LOOK_SECONDS)
+            if task.done():
+                task.result()  # raises what has ended it
+            task.add_done_callback(self._say_ended)
+            yield task
+        finally:
+            task.remove_done_callback(self._say_ended)
+            if not task.done():
+                self.stop()
+            await task
+            self._stopping.begin_anew()
+
+    def _say_ended(self, task: asyncio.Task[int]) -> None:
+        error = None if task.cancelled() else task.exception()
+        detail = "it was stopped" if error is None else str(error)
+        log.error("worker_ended", subscription=self.subscription, detail=detail)
 
     @overload
     def handler(self, message_type: str | None = None) -> Callable[[H], H]: ...
