@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -24,6 +24,7 @@ import psycopg
 import typer
 
 from saf.broker import services
+from saf.cli.alive import Alive, listed, waiting
 from saf.cli.brokers import AsJson, AtStore, Commands, Config, Limit
 from saf.cli.console import Table, echo
 from saf.cli.metrics import Listen, Push, Textfile, published
@@ -329,7 +330,8 @@ def command(
         listen=metrics, textfile=metrics_textfile, push=metrics_push, job="saf-dispatch"
     ):
         try:
-            run(dispatchers, drain=not loop, find=refresh)
+            with _shown(dispatchers, summaries, loop=loop):
+                run(dispatchers, drain=not loop, find=refresh)
         except (SafError, psycopg.Error) as error:
             if loop:
                 raise
@@ -344,6 +346,25 @@ def command(
         raise problems[0]
     if code := next((code for code in (FOR_A_PERSON, FOR_LATER) if code in codes), 0):
         raise typer.Exit(code)
+
+
+@contextmanager
+def _shown(
+    dispatchers: Sequence[Dispatcher], summaries: Mapping[str, Summary], *, loop: bool
+) -> Iterator[None]:
+    """Show that dispatchers live, while a block runs them; without a loop, their progress."""
+    if not loop:
+        with waiting(lambda: "; ".join(f"{name}: {item}" for name, item in [*summaries.items()])):
+            yield
+        return
+    to = (f"{item.name} ({item.endpoint.shown})" for item in dispatchers)
+    alive = Alive(
+        "saf dispatch --loop",
+        f"sends to {listed(to, 'endpoint yet')}",
+        lacks="nothing sent (see `saf endpoint list`)",
+    )
+    with alive.watching(lambda: sum(item.total for item in [*summaries.values()])):
+        yield
 
 
 def chosen(settings: Settings, names: list[str]) -> dict[str, Endpoint]:

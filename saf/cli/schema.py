@@ -14,6 +14,7 @@ import psycopg
 import typer
 
 from saf.broker import grants, senders, whole
+from saf.cli.alive import waiting
 from saf.cli.brokers import AsJson, Brokers, Commands
 from saf.cli.console import Table, echo
 from saf.database import REVISION, Dsn, check_schema, unavailable_if_lost
@@ -50,7 +51,8 @@ def migrate(
     from saf.broker import migrate as schema  # alembic is slow to import, and only needed here
 
     database = Dsn(dsn)
-    schema.migrate(database, shards=shards)
+    with waiting(f"migrating {database.database}"):
+        schema.migrate(database, shards=shards)
     echo(f"{database.database}: saf schema {REVISION}")
     warn_of_search_path(database)
 
