@@ -40,6 +40,7 @@ from saf.cli import (
     ui,
     worker,
 )
+from saf.cli.alive import LOG_LEVEL
 from saf.cli.brokers import Commands
 from saf.cli.console import (
     INTERRUPTED,
@@ -228,7 +229,7 @@ def _configure_logging() -> None:
                 else (structlog.processors.JSONRenderer(),)
             ),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(LOG_LEVEL),
         # the stderr of the moment: while a progress bar is shown, it replaces stderr
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )

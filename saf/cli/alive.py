@@ -1,15 +1,15 @@
-"""Signs of life: what a process that keeps running shows at its start, and while it is idle.
+"""Signs of life of a process that keeps running: at its start, and while it is idle.
 
-The first line names the process, where it works, what it does there, the log level, and how to stop
-it. A process that finds nothing to do shows this after a minute, after ten, and then each hour, so
-an operator can tell it from one that hangs. `Idle` decides when.
+The first line names the process, its place and its task, the log level, and the way to stop it. A
+process that finds no work shows this after a minute, after ten, and then each hour, so an operator
+can tell it from a process that hangs. `Idle` decides when.
 
 The lines go to standard error: as sentences on a terminal, elsewhere as events of the log. So
 standard output has results only. A line that cannot be written is left out, and the process
 continues.
 
-While a command that ends takes longer than `SHOW_SECONDS`, `waiting` shows on a terminal what the
-command waits for. Elsewhere, it logs this every `LOG_SECONDS`.
+While a command that ends takes longer than `SHOW_SECONDS`, `waiting` shows its progress on a
+terminal. Elsewhere, it logs the progress every `LOG_SECONDS`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ LOG_LEVEL = "info"
 """Lowest level of the events that commands log."""
 
 IDLE_SECONDS = (60.0, 600.0, 3600.0)
-"""Times without work after which a process shows that it is idle; then after each further last
-one."""
+"""Times without work after which a process shows that it is idle; the last time repeats."""
 
 TICK_SECONDS = 5.0
 """Interval at which `Alive.watching` counts."""
 
 SHOW_SECONDS = 2.0
-"""Time after which a terminal shows what a command waits for."""
+"""Time after which a terminal shows a command's progress."""
 LOG_SECONDS = 30.0
-"""Interval at which the log shows what a command waits for, where no terminal does."""
+"""Interval at which the log shows a command's progress, if there is no terminal."""
 
 MOST_NAMES = 5
 """Names that a line shows of a longer list."""
@@ -93,8 +92,8 @@ class Alive:
 
     Args:
         program: the command, such as ``saf worker consumers:worker``.
-        does: where it works, and what it does there, as a sentence without its subject.
-        lacks: what it does not find while it is idle, such as "no message".
+        does: place and task of the process, as a sentence without its subject.
+        lacks: the work that is missing while it is idle, such as "no message".
     """
 
     def __init__(self, program: str, does: str, *, lacks: str = "no message") -> None:
@@ -108,7 +107,7 @@ class Alive:
         _tell("started", detail)
 
     def beat(self, busy: bool) -> None:
-        """Note whether a search has found work; show it if there was none for long."""
+        """Note whether a search has found work; report a long idle time."""
         seconds = self._idle.beat(busy=busy)
         if seconds is not None:
             detail = f"{self._program}: idle, {self._lacks} for {age(seconds)}"
@@ -191,7 +190,7 @@ def handled(types: Sequence[str | None]) -> str:
 
 @contextmanager
 def waiting(what: str | Callable[[], str]) -> Iterator[None]:
-    """Show what a command waits for, while a block runs that takes long.
+    """Show a command's progress while a block runs that takes long.
 
     A function is called each time the text is shown.
     """

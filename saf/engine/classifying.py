@@ -64,7 +64,7 @@ def as_answers(answers: Sequence[Resolved | str]) -> pa.Table:
 
 
 def _with_text(answer: Resolved | str) -> Resolved | str:
-    """Return an answer with its key as text; the error of a key that is none."""
+    """Return an answer with its key as text, or the error of an invalid key."""
     if isinstance(answer, str) or isinstance(answer.key, (str, type(None))):
         return answer
     try:

@@ -102,7 +102,7 @@ def handles(*message_types: str) -> Callable[[H], H]: ...
 def handles(method: H, /) -> H: ...
 
 
-def handles(*given: Any) -> Any:
+def handles(*message_types: str | H) -> Callable[[H], H] | H:
     """Mark a method as the handler of message types; without types, of all other types.
 
     ``@saf.handles`` without parentheses marks a method for all other types, too. The method is
@@ -111,14 +111,15 @@ def handles(*given: Any) -> Any:
     Raises:
         UsageError: a message type is not text.
     """
-    bare = len(given) == 1 and is_function(given[0])
-    message_types = () if bare else tuple(map(checked_type, given))
+    method = message_types[0] if len(message_types) == 1 else None
+    bare = is_function(method)
+    types = () if bare else tuple(map(checked_type, message_types))
 
     def mark(method: H) -> H:
-        setattr(method, _MARK, message_types or (None,))
+        setattr(method, _MARK, types or (None,))
         return method
 
-    return mark(given[0]) if bare else mark
+    return mark(method) if bare else mark
 
 
 class Processor:

@@ -181,7 +181,7 @@ class Worker(Loop):
                 async with worker.running():
                     yield
 
-        The block begins once the worker receives, or after `BEGIN_SECONDS` if its database does not
+        The block begins once the worker receives, or after five seconds if its database does not
         answer yet. The block gets the worker's task. If the worker ends before the block, the error
         is logged immediately, and raised at the end of the block.
 
@@ -195,7 +195,7 @@ class Worker(Loop):
             while not (task.done() or self._begun.is_set() or time.monotonic() > deadline):
                 await asyncio.wait([task], timeout=LOOK_SECONDS)
             if task.done():
-                task.result()  # raises what has ended it
+                task.result()  # raises its error
             task.add_done_callback(self._say_ended)
             yield task
         finally:
@@ -216,7 +216,7 @@ class Worker(Loop):
     @overload
     def handler(self, message_type: H) -> H: ...
 
-    def handler(self, message_type: Any = None) -> Any:
+    def handler(self, message_type: str | H | None = None) -> Callable[[H], H] | H:
         """Register a function of (message, connection) for a type; None: for all other types.
 
         ``@worker.handler`` without parentheses registers the function for all other types, too. The
@@ -234,7 +234,7 @@ class Worker(Loop):
     @overload
     def batch_handler(self, message_type: H) -> H: ...
 
-    def batch_handler(self, message_type: Any = None) -> Any:
+    def batch_handler(self, message_type: str | H | None = None) -> Callable[[H], H] | H:
         """Register a function of (messages, connection) for a type; otherwise like `handler`."""
         return self._register(message_type, batch=True)
 
@@ -395,7 +395,7 @@ class Worker(Loop):
         else:
             loop.call(calls)
 
-    def _register(self, given: object, *, batch: bool) -> Any:
+    def _register(self, given: str | H | None, *, batch: bool) -> Callable[[H], H] | H:
         if is_function(given):
             self._handlers.add(None, given, batch=batch)
             return given
