@@ -41,7 +41,7 @@ TICK_SECONDS = 5.0
 SHOW_SECONDS = 2.0
 """Time after which a terminal shows a command's progress."""
 LOG_SECONDS = 30.0
-"""Interval at which the log shows a command's progress, if there is no terminal."""
+"""Interval at which the log shows a command's progress, without a terminal."""
 
 MOST_NAMES = 5
 """Names that a line shows of a longer list."""

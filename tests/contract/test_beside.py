@@ -1,4 +1,4 @@
-"""A worker beside an application: it begins and ends with a block, and no error of it is silent."""
+"""A worker beside an application: it begins and ends with a block, and its errors are not silent."""
 
 from __future__ import annotations
 

@@ -294,8 +294,8 @@ def test_a_log_shows_it_too_and_less_often(slow: Path) -> None:
         check=False,
         timeout=60,
     )
-    said = [str(one["detail"]) for one in events(done.stderr.splitlines(), "progress")]
-    assert "1 of 2 brokers; waiting for silent" in said
+    found = [str(one["detail"]) for one in events(done.stderr.splitlines(), "progress")]
+    assert "1 of 2 brokers; waiting for silent" in found
     assert len(done.stdout.splitlines()) == 1
 
 
@@ -316,8 +316,8 @@ def test_a_run_shows_how_many_sources_it_has_visited(slow: Path, app: Dsn, mom: 
 def test_a_run_logs_how_many_sources_it_has_visited(slow: Path, app: Dsn) -> None:
     send(app, 3)
     done = saf("forward", "--json", "--progress-every", "0.1", cwd=slow)
-    said = [(one["sources"], one["total"]) for one in events(done.stderr.splitlines(), "visiting")]
-    assert said[-1] == (2, 2)
+    found = [(one["sources"], one["total"]) for one in events(done.stderr.splitlines(), "visiting")]
+    assert found[-1] == (2, 2)
 
 
 def test_a_drain_shows_how_many_messages_it_has_handled(folder: Path, mom: Dsn) -> None:

@@ -30,7 +30,7 @@ for line in {lines!r}:
     time.sleep(0.3)
 {end}
 """
-"""A package that stands in for pip: what it prints is what is shown."""
+"""A package that stands in for pip, and prints some of its lines."""
 
 
 def command(folder: Path, end: str = "") -> list[str]:
