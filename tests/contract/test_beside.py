@@ -1,4 +1,4 @@
-"""A worker beside an application: it begins and ends with a block, and its errors are not silent."""
+"""A worker beside an application: it begins and ends with a block, and no error is silent."""
 
 from __future__ import annotations
 
