@@ -453,7 +453,8 @@ Find: TypeAlias = Callable[[Settings, str | None], Mapping[str, Broker] | Listin
 def round_at(find: Find, config: Path | None, broker: str | None) -> Round:
     """Return a round of the brokers that ``find`` returns, of a saf.toml and an option."""
     settings = load(config)
-    return Round(find(settings, broker), settings)
+    with waiting("asking the fleets for their brokers"):
+        return Round(find(settings, broker), settings)
 
 
 def _round(find: Find, option: Any) -> Options:

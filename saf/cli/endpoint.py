@@ -154,13 +154,16 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
     others are shown. Exit codes: 2 or 75 if there is one.
     """
     settings = load(config)
-    found = find(settings)
-    rows, problems = [], found.problems
-    for name, endpoint in found.endpoints.items():
-        try:
-            rows.append(_row(settings, name, endpoint))
-        except SafError as error:
-            problems.append(error)
+    rows, at = [], ["the brokers"]
+    with waiting(lambda: f"asking {at[-1]}"):
+        found = find(settings)
+        problems = found.problems
+        for name, endpoint in found.endpoints.items():
+            at.append(f"the broker of endpoint {name!r}")
+            try:
+                rows.append(_row(settings, name, endpoint))
+            except SafError as error:
+                problems.append(error)
     if as_json:
         echo(json.dumps({"endpoints": rows}, default=str))
     else:
@@ -220,7 +223,8 @@ def send_test(name: Name, config: Config = None) -> None:
         raise UsageError(
             f"endpoint {name!r} is called by {entry.mode}: a test would make a real call"
         )
-    answer = asyncio.run(_test(entry))
+    with waiting(f"waiting for the answer of {entry.shown}"):
+        answer = asyncio.run(_test(entry))
     if answer.meaning is not Meaning.DONE:
         raise SafError(f"endpoint {name!r}: {answer.error}, after {answer.seconds:.3f} s")
     echo(f"{name}: HTTP {answer.status} after {answer.seconds:.3f} s")

@@ -20,6 +20,7 @@ import typer
 
 from saf.broker.grants import Kind, grant
 from saf.broker.services import OWN, create_subscription, remove_subscription, services
+from saf.cli.alive import waiting
 from saf.cli.console import echo
 from saf.cli.schema import warn_of_search_path
 from saf.config import DEFAULT_FILE, Settings, load
@@ -108,7 +109,8 @@ def _migrate(name: str, dsn: Dsn) -> None:
     ):
         ((version,),) = fetch(connection, VERSION)
         ((before,),) = fetch(connection, HAS_SCHEMA)
-    migrate(dsn)
+    with waiting(f"migrating {name}"):
+        migrate(dsn)
     done = "brought up to date" if before else "created"
     echo(f"{name}: database {dsn.database} on PostgreSQL {version}, saf schema {REVISION} {done}")
     warn_of_search_path(dsn)
@@ -161,7 +163,8 @@ def _send(config: Path) -> None:
     try:
         against = _reason_against(settings)
         if against is None:
-            seconds = _send_first(settings)
+            with waiting("sending a first message"):
+                seconds = _send_first(settings)
             echo(
                 f"sent a message at {SOURCE}, forwarded it, received it at {STORE}: {seconds:.1f} s"
             )
