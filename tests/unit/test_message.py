@@ -150,7 +150,7 @@ def test_a_key_is_text_an_integer_or_a_uuid_and_is_stored_as_its_text(
         (b"A-1", "expected str, int or UUID, got bytes b'A-1'"),
         ((1, 2), "expected str, int or UUID, got tuple (1, 2)"),
         (10**1024, "1,025 bytes are more than 1,024"),
-        (10**5000, "its digits are more than 1,024 bytes"),
+        pytest.param(10**5000, "its digits are more than 1,024 bytes", id="huge"),
     ],
 )
 def test_a_key_of_another_type_is_refused_with_its_value(key: Any, problem: str) -> None:
@@ -182,7 +182,7 @@ def test_a_body_of_exactly_max_bytes_is_accepted() -> None:
         ({"key": "k" * 1025}, "key", "1,025 bytes are more than 1,024"),
         ({"key": "a\0b"}, "key", "NUL"),
         ({"key": "\udfff"}, "key", "surrogate"),
-        ({"key": 7}, "key", "expected str, got int"),
+        ({"key": b"7"}, "key", "expected str, int or UUID, got bytes"),
         ({"message_type": ""}, "message_type", "is empty; if it does not exist, pass None"),
         ({"message_type": "t" * 256}, "message_type", "256 bytes"),
         ({"message_type": "\0"}, "message_type", "NUL"),
