@@ -86,7 +86,7 @@ class Forwarder:
         if sources is not None:
             self.roster.watch = sources
         self.beat: Callable[[bool], object] = lambda _: None
-        """In a loop, called after each cycle without problems, with whether there was work."""
+        """Called after a loop's cycles that forwarded, or found nothing at all brokers."""
         limits = [d.max_connections for d in settings.destinations.values() if d.max_connections]
         self.most = min(limits, default=None)
         """Maximum tasks at a time, so that no destination gets too many connections."""
@@ -185,7 +185,7 @@ class Forwarder:
                     self.purging.start(self.roster.well())
                 if worked:
                     pauses.end()
-                if not self.summary.problems:
+                if worked or self.roster.all_well:
                     self.beat(worked)
                 if self.summary.problems:
                     self._pause(self.options.interval_seconds)

@@ -201,6 +201,11 @@ class Roster:
         """Return the brokers that answered when they were last asked."""
         return [broker for broker in self.brokers.values() if self._is_well(broker)]
 
+    @property
+    def all_well(self) -> bool:
+        """Whether there are brokers, and all have answered when they were last asked."""
+        return 0 < len(self.brokers) == len(self.well())
+
     def failed(self, name: str) -> None:
         """Skip a broker for a while, because nothing more can be done for it now."""
         failures = self._failures[name] = self._failures.get(name, 0) + 1
