@@ -111,15 +111,14 @@ def handles(*message_types: str | H) -> Callable[[H], H] | H:
     Raises:
         UsageError: a message type is not text.
     """
-    method = message_types[0] if len(message_types) == 1 else None
-    bare = is_function(method)
-    types = () if bare else tuple(map(checked_type, message_types))
+    first = message_types[0] if len(message_types) == 1 else None
+    types = () if is_function(first) else tuple(map(checked_type, message_types))
 
     def mark(method: H) -> H:
         setattr(method, _MARK, types or (None,))
         return method
 
-    return mark(method) if bare else mark
+    return mark(first) if is_function(first) else mark
 
 
 class Processor:

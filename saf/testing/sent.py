@@ -52,7 +52,7 @@ class Match(TypedDict, total=False):
     to_service: str
     body: object
     """Body: equal after decoding, or the same bytes."""
-    key: str | None
+    key: str | int | UUID | None
     message_type: str | None
     headers: Mapping[str, Any]
     """Headers that the message must have, among others."""

@@ -15,9 +15,10 @@ from saf.database import Dsn
 from saf.errors import ConfigurationError, StopTimeout
 from saf.receiving import worker as workers
 from tests.pipeline import connect
-from tests.receivers import SUBSCRIPTION, dead, effect, effects, prepare, put, waiting
+from tests.receivers import SUBSCRIPTION, dead, effects, prepare, put, waiting
 
 Connection = psycopg.AsyncConnection[Any]
+NOTE = "INSERT INTO effect (key, body) VALUES (%s, %s)"
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def noting(inbox: Dsn, subscription: str = SUBSCRIPTION, **options: Any) -> saf.
 
     @worker.handler
     async def handle(message: saf.Received, connection: Connection) -> None:
-        await connection.run_sync(effect, message)
+        await connection.execute(NOTE, [message.key, message.text()])
 
     return worker
 
@@ -79,7 +80,7 @@ def test_a_message_in_hand_is_finished_at_the_end_of_the_block(inbox: Dsn) -> No
     async def handle(message: saf.Received, connection: Connection) -> None:
         begun.set()
         await asyncio.sleep(0.3)
-        await connection.run_sync(effect, message)
+        await connection.execute(NOTE, [message.key, message.text()])
 
     async def main() -> None:
         async with worker.running():
@@ -182,7 +183,7 @@ def test_a_handler_that_does_not_end_is_rolled_back_and_raised_at_the_end(inbox:
 
     @worker.handler
     async def handle(message: saf.Received, connection: Connection) -> None:
-        await connection.run_sync(effect, message)
+        await connection.execute(NOTE, [message.key, message.text()])
         begun.set()
         await asyncio.sleep(600)
 

@@ -140,7 +140,13 @@ def served(
 ) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
     """An application that uvicorn serves, as its users start it; its address, and its log."""
     port, log = free_port(), folder / "log"
-    command = [BIN / "uvicorn", f"{application}:app", "--port", str(port), *options]
+    command: list[str | Path] = [
+        BIN / "uvicorn",
+        f"{application}:app",
+        "--port",
+        str(port),
+        *options,
+    ]
     with (
         log.open("w") as output,
         subprocess.Popen(
@@ -222,7 +228,7 @@ def test_a_web_application_does_not_start_if_its_worker_cannot_receive(
 ) -> None:
     name = f"worker_in_{framework}"
     shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
-    command = [BIN / "uvicorn", f"{name}:app", "--port", str(free_port())]
+    command: list[str | Path] = [BIN / "uvicorn", f"{name}:app", "--port", str(free_port())]
     env = {"STORE_DSN": mom.conninfo, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = run(command, cwd=tmp_path, env=env, tracebacks=True)
     assert done.returncode not in (0, None)

@@ -73,7 +73,7 @@ def many(count: int) -> list[Message]:
 def test_a_key_may_be_an_integer_or_a_uuid_however_many_are_sent_and_by_whatever(
     app: Dsn, engine: sa.Engine, outbox: Outbox, way: str, count: int
 ) -> None:
-    given = [7, UUID(int=7), "7"]
+    given: list[str | int | UUID] = [7, UUID(int=7), "7"]
     messages = [Message(service="billing", body=b"", key=key) for key in given * count]
 
     async def send() -> None:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import psycopg
 import pytest
@@ -291,7 +291,13 @@ def test_a_key_is_looked_for_by_its_text_whatever_its_type(database: Database) -
     order = uuid4()
     send(database, "a", key=7)
     send(database, "b", key=order)
-    for key, body in ((7, "a"), ("7", "a"), (order, "b"), (str(order), "b")):
+    wanted: list[tuple[str | int | UUID, str]] = [
+        (7, "a"),
+        ("7", "a"),
+        (order, "b"),
+        (str(order), "b"),
+    ]
+    for key, body in wanted:
         assert sent.one(key=key).text() == body
     with pytest.raises(AssertionError, match=r"with key=8; none of the 2"):
         sent.one(key=8)
