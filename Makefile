@@ -123,10 +123,12 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 	@$(PY) packaging/install.py --editable '.[dev]'
 	@touch $@
 
-# without bytecode, which Python writes for the modules that it imports
+# Without bytecode, which Python writes for the modules that it imports. Spark comes as sources: 400 MB
+# of jars, which pip puts into a wheel and takes out again; it need not compress them.
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 	@echo "installing into $(VENV) for the demo (once; some 500 MB, about a minute)"
-	@$(PY) packaging/install.py --no-compile --editable '.[demo]'
+	@$(PY) packaging/install.py --no-compile --editable '.[demo]' \
+	pyspark --config-settings=--build-option=--compression=stored
 	@touch $@
 
 $(VENV)/bin/python:

@@ -114,7 +114,7 @@ def handles(*message_types: str | H) -> Callable[[H], H] | H:
     first = message_types[0] if len(message_types) == 1 else None
     types = () if is_function(first) else tuple(map(checked_type, message_types))
 
-    def mark(method: H) -> H:
+    def mark(method: Any) -> Any:
         setattr(method, _MARK, types or (None,))
         return method
 

@@ -91,3 +91,33 @@ def test_a_terminal_shows_one_line_that_changes(tmp_path: Path) -> None:
     assert last.rpartition("\r")[2].strip().startswith("installed in ")
     assert max(len(part) for part in last.split("\r")) < 60
     assert end == ""
+
+
+def planned(venv: Path, *arguments: str) -> str:
+    """The commands that make would run, with this environment."""
+    command = ["make", "--dry-run", "demo", f"VENV={venv}", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_demo_installs_what_it_needs_and_not_what_developers_need(tmp_path: Path) -> None:
+    for arguments in ((), ("DEMO=--limit 1000",), ("DEMO=--reset",)):
+        commands = planned(tmp_path / "none", *arguments)
+        assert "--editable '.[demo]'" in commands
+        assert "[dev]" not in commands
+    assert "--editable '.[dev]'" in planned(tmp_path / "none", "DEMO=--to redis")
+
+
+def test_the_demo_installs_nothing_where_it_or_the_developers_environment_is(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    for stamp in (".demo", ".installed"):
+        (tmp_path / stamp).touch()
+        assert "packaging" not in planned(tmp_path)
+    (tmp_path / ".installed").unlink()
+    assert "--editable '.[dev]'" in planned(tmp_path, "DEMO=--to nats")
