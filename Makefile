@@ -10,6 +10,10 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	2>/dev/null && echo "$$python" && break; done)
 
+# the developers' environment, if it exists, or if the demo is told to use a further package
+DEMO_NEEDS := $(if $(filter --to% --lake --http --ui,$(DEMO))$(wildcard $(VENV)/.installed),\
+	$(VENV)/.installed,$(VENV)/.demo)
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo demo-routing demo-dialog test check full changed crash stateful fuzz mutants soak model audit sbom kafka docs pages bench bench-peers airflow wheel clean
 
@@ -18,13 +22,13 @@ help: ## show this list
 
 install: $(VENV)/.installed ## set up .venv with everything; the other targets do so too
 
-demo: $(VENV)/.installed ## send the flights of 2013, forward them with Spark, prove the result: make demo DEMO="--to redis"
+demo: $(DEMO_NEEDS) ## send the flights of 2013, forward them with Spark, prove the result: make demo DEMO="--to redis"
 	@$(VENV)/bin/saf demo $(DEMO)
 
-demo-routing: $(VENV)/.installed ## the demo with three MOM stores: each flight goes to the store of its airport
+demo-routing: $(DEMO_NEEDS) ## the demo with three MOM stores: each flight goes to the store of its airport
 	@$(VENV)/bin/saf demo --routing $(DEMO)
 
-demo-dialog: $(VENV)/.installed ## a shop and a warehouse talk: in parts, refused, too late, 20 MB
+demo-dialog: $(DEMO_NEEDS) ## a shop and a warehouse talk: in parts, refused, too late, 20 MB
 	@$(VENV)/bin/saf demo --dialog $(DEMO)
 
 test: $(VENV)/.installed ## show in some five minutes that the product works; chosen tests: make test T="tests/unit -k shard"
@@ -80,7 +84,7 @@ stateful: $(VENV)/.installed ## search for steps that lose a message: make state
 	$(if $(ONLY),--only $(ONLY))
 
 fuzz: $(VENV)/.installed ## feed foreign input to its readers, each for this time: make fuzz SECONDS=600 ONLY=webhook; needs the network once
-	@$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
+	@$(PY) packaging/install.py --editable '.[fuzz]'
 	@$(PY) -m tests.fuzz $(if $(SECONDS),--seconds $(SECONDS)) $(if $(ONLY),--only $(ONLY))
 
 mutants: $(VENV)/.installed ## plant bugs, which tests must catch; continues an interrupted run: make mutants SECONDS=600, SAMPLE=10 SEED=7, K=cursor, JOBS=2; GENERATED=1500 SEED=7: as many by a machine; SURVIVED=1: those of survived.toml; TESTS="unit contract": caught by these
@@ -101,26 +105,36 @@ airflow: $(VENV)/.installed build/airflow/.installed ## saf-airflow, tested with
 # an environment of its own: neither of the two is installed where the other one is
 build/airflow/.installed: airflow/pyproject.toml
 	$(PYTHON) -m venv build/airflow
-	build/airflow/bin/python -m pip install --quiet --disable-pip-version-check --editable './airflow[openlineage]' \
-	pytest pytest-timeout
+	build/airflow/bin/python packaging/install.py --editable './airflow[openlineage]' pytest pytest-timeout
 	@touch $@
 
 wheel: ## dist/saf_outbox-….whl; needs no more than the package "build", in build/venv
 	@[ -n "$(PYTHON)" ] || { echo "saf needs Python 3.11 to 3.13 with venv" >&2; exit 2; }
 	@[ -x build/venv/bin/pyproject-build ] || { $(PYTHON) -m venv build/venv && \
-	build/venv/bin/python -m pip install --quiet --disable-pip-version-check build; }
+	build/venv/bin/python packaging/install.py build; }
 	build/venv/bin/python -m build --wheel --outdir dist .
 
 clean: ## remove the results of make; .saf holds the demo's databases
 	rm -rf $(VENV) .saf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis spark-warehouse
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# One environment with everything: what the demo shows is what the tests test.
-$(VENV)/.installed: pyproject.toml
+# One environment, with everything that developers need or only with what the demo needs.
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "installing into $(VENV) for developers (once; some 700 MB, a few minutes)"
+	@$(PY) packaging/install.py --editable '.[dev]'
+	@touch $@
+
+# Without bytecode, which Python writes for the modules that it imports. Spark comes as sources: 400 MB
+# of jars, which pip puts into a wheel and takes out again; it need not compress them.
+$(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+	@echo "installing into $(VENV) for the demo (once; some 500 MB, about a minute)"
+	@$(PY) packaging/install.py --no-compile --editable '.[demo]' \
+	pyspark --config-settings=--build-option=--compression=stored
+	@touch $@
+
+$(VENV)/bin/python:
 	@[ -n "$(PYTHON)" ] || { echo "saf needs Python 3.11 to 3.13 with venv; python3 here is \
 	$$(python3 --version 2>&1). Install one (Debian: apt install python3 python3-venv), or name it: \
 	make PYTHON=/path/to/python3.12" >&2; exit 2; }
-	@echo "installing into $(VENV) (once; some 700 MB, a few minutes)"
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
-	@touch $@
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 2; }

@@ -195,6 +195,8 @@ MAX_NAME = 255
 """Longest service or message type, in bytes of UTF-8."""
 MAX_KEY = 1024
 """Longest key, in bytes of UTF-8. Keys are indexed, and an index entry has at most 2,704."""
+MOST_BITS = 4 * MAX_KEY
+"""Bits of an integer that certainly has more digits than a key may have."""
 MAX_HEADERS = 1024 * 1024
 """Largest headers, in bytes of JSON text. Large content belongs in the body."""
 DEFAULT_MAX_BYTES = 64 * 1024 * 1024
@@ -280,7 +282,7 @@ class Message:
 
     service: str
     body: object
-    key: str | None = None
+    key: str | int | UUID | None = None
     headers: Mapping[str, Any] | None = None
     message_type: str | None = None
     deliver_at: datetime | None = None
@@ -322,8 +324,7 @@ def encode(
     if (event := event_of(type(message.body))) is not None:
         message = _of_event(message, event)
     check_text("service", message.service, MAX_NAME)
-    if message.key is not None:
-        check_text("key", message.key, MAX_KEY)
+    key = key_text(message.key)
     if message.message_type is not None:
         check_text("message_type", message.message_type, MAX_NAME)
     if message.from_service is not None:
@@ -348,7 +349,7 @@ def encode(
         message.from_service,
         message.service,
         message.to_broker,
-        message.key,
+        key,
         message.message_type,
         with_context(headers, message.headers),
         body,
@@ -388,6 +389,30 @@ def _with_version(headers: Mapping[str, Any] | None, version: int) -> Mapping[st
     if version > 1:
         kept[VERSION] = version
     return (Exact(kept) if isinstance(headers, Exact) else kept) or None
+
+
+def key_text(key: object) -> str | None:
+    """Return a key as a log stores it: text, of an int its digits, of a UUID its usual form.
+
+    >>> key_text("A-1"), key_text(7), key_text(UUID(int=7)), key_text(None)
+    ('A-1', '7', '00000000-0000-0000-0000-000000000007', None)
+
+    Raises:
+        InvalidMessage: the key has another type, or no broker can store it.
+    """
+    if key is None:
+        return None
+    if isinstance(key, UUID):
+        return str(key)
+    if isinstance(key, int) and not isinstance(key, bool):
+        if key.bit_length() > MOST_BITS:  # Python refuses to print larger numbers
+            raise InvalidMessage("key", f"its digits are more than {MAX_KEY:,} bytes")
+        key = int.__repr__(key)
+    elif not isinstance(key, str):
+        kind = type(key).__qualname__
+        raise InvalidMessage("key", f"expected str, int or UUID, got {kind} {key!r:.200}")
+    check_text("key", key, MAX_KEY)
+    return key
 
 
 def encode_headers(headers: Mapping[str, Any] | None, content_type: str) -> str:

@@ -127,7 +127,7 @@ class Outbox:
         service: str,
         body: object,
         *,
-        key: str | None = None,
+        key: str | int | UUID | None = None,
         headers: Mapping[str, Any] | None = None,
         message_type: str | None = None,
         deliver_at: datetime | None = None,
@@ -142,7 +142,8 @@ class Outbox:
             service: the service that gets the message; its name has up to 255 bytes of UTF-8.
             body: bytes, str, or any value that has a JSON form (`saf.message`). Its
                 content type goes into the headers, unless they already have one.
-            key: messages with the same key stay in order, e.g. an order's number; up to 1024 bytes.
+            key: messages with the same key stay in order, e.g. an order's number. It has up to 1024
+                bytes; an int or a UUID is stored as its text.
                 Default: the key of the body, if the body is an event (`saf.event`).
             headers: JSON values by name; names are compared without case.
             message_type: the type of the body, for dispatch at the consumer. An event has its own.
@@ -181,7 +182,7 @@ class Outbox:
         service: str,
         body: object,
         *,
-        key: str | None = None,
+        key: str | int | UUID | None = None,
         headers: Mapping[str, Any] | None = None,
         message_type: str | None = None,
         deliver_at: datetime | None = None,

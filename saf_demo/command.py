@@ -135,11 +135,13 @@ def command(
     from saf_demo import lake as streaming
     from saf_demo.stage import Stage
 
+    console = plain_console(stderr=True)
+    console.print("starting PostgreSQL …")
     with EmbeddedServer(data / "postgres", settings=POSTGRESQL) as server:
         stage = Stage(
             server=server,
             folder=data,
-            console=plain_console(stderr=True),
+            console=console,
             reset=reset,
             limit=limit or (webhooks.FLIGHTS if http else None),
         )

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from saf.cli.alive import say_spark_starts
 from saf.cli.console import Listing
 from saf.cli.forward import ProgressBar
 from saf.config import Broker, Forwarder, Route, Router, Settings
@@ -174,6 +175,7 @@ def run(stage: Stage, place: Place) -> Outcome:
 
 def _forward(stage: Stage, settings: Settings) -> Summary:
     """Forward everything that is pending."""
+    say_spark_starts()
     spark = session.start(settings.forwarder.master, app_name="saf demo")
     bar = ProgressBar(stage.console)
     try:

@@ -27,7 +27,6 @@ from saf.destinations.iceberg import Iceberg
 from saf.destinations.kafka import Kafka
 from saf.destinations.lake import ColumnType
 from saf.destinations.nats import Nats
-from saf.destinations.nats.batches import Questions
 from saf.destinations.rabbitmq import Rabbitmq
 from saf.destinations.rabbitmq_stream import RabbitmqStream, amqp
 from saf.destinations.rabbitmq_stream.streams import entries
@@ -146,6 +145,8 @@ def nats(folder: Path) -> Iterator[Nats]:
 
 def of_nats(settings: Nats) -> Iterator[Received]:
     """Yield all messages of a stream."""
+    from saf.destinations.nats.batches import Questions  # needs the client
+
     with settings.connected("nats") as link:
         for message in Questions("nats", link).messages(sys.maxsize):
             headers = {
@@ -265,7 +266,7 @@ KINDS: Mapping[str, Plug] = {
         title="an Iceberg table", client="pyiceberg", start=iceberg, received=of_iceberg
     ),
     "redis": Plug(title="Redis", client="redis", start=redis, received=of_redis),
-    "nats": Plug(title="NATS", client=None, start=nats, received=of_nats),
+    "nats": Plug(title="NATS", client="nats", start=nats, received=of_nats),
     "kafka": Plug(title="Kafka", client="confluent_kafka", start=kafka, received=of_kafka),
     "rabbitmq": Plug(title="RabbitMQ", client="pika", start=rabbitmq, received=of_rabbitmq),
     "rabbitmq_stream": Plug(

@@ -153,6 +153,7 @@ class Stage:
         Raises:
             SafError: a writer failed, after printing the reason on stderr.
         """
+        self.console.print("recording flights …")
         columns = rich.progress.Progress.get_default_columns()
         written = Written()
         with rich.progress.Progress(

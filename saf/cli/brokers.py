@@ -32,6 +32,7 @@ import psycopg
 import typer
 
 from saf.broker import health
+from saf.cli.alive import answered, waiting
 from saf.cli.console import INTERRUPTED, Table, echo, ends, say_next
 from saf.config import Broker, Settings, did_you_mean, load
 from saf.database import check_schema, unavailable_if_lost
@@ -266,7 +267,8 @@ class Round:
         """Connect to brokers, by name, with a separate action for each; otherwise like `visit`."""
         jobs = self._begin(role, actions)
         try:
-            return self._results({name: job.result for name, job in jobs.items()})
+            with waiting(lambda: _left(jobs)):
+                return self._results({name: job.result for name, job in jobs.items()})
         except KeyboardInterrupt:
             for job in jobs.values():
                 job.cancel()
@@ -286,7 +288,8 @@ class Round:
             dict.fromkeys(self.brokers, lambda connection: decision(connection, stopping.is_set)),
         )
         try:
-            return self._results({name: job.result for name, job in jobs.items()})
+            with waiting(lambda: _left(jobs)):
+                return self._results({name: job.result for name, job in jobs.items()})
         except KeyboardInterrupt:
             stopping.set()
             self.interrupted = True
@@ -300,9 +303,16 @@ class Round:
         The action opens its own connection. Brokers where it fails are in ``failed`` instead. It
         runs in this thread, so Ctrl-C ends running statements.
         """
-        return self._results(
-            {name: partial(action, name, broker) for name, broker in self.brokers.items()}
-        )
+        left = [*self.brokers]
+
+        def one(name: str) -> T:
+            try:
+                return action(name, self.brokers[name])
+            finally:
+                left.remove(name)
+
+        with waiting(lambda: answered(len(self.brokers) - len(left), left, "broker")):
+            return self._results({name: partial(one, name) for name in self.brokers})
 
     def _begin(
         self, role: str, actions: Mapping[str, Callable[[psycopg.Connection[Any]], T]]
@@ -431,13 +441,20 @@ class Round:
             raise typer.Exit(found or max(error.exit_code for _, error in self.failed))
 
 
+def _left(jobs: Mapping[str, Future[Any]]) -> str:
+    """Return how many brokers have answered, and which have not."""
+    left = [name for name, job in jobs.items() if not job.done()]
+    return answered(len(jobs) - len(left), left, "broker")
+
+
 Find: TypeAlias = Callable[[Settings, str | None], Mapping[str, Broker] | Listing]
 
 
 def round_at(find: Find, config: Path | None, broker: str | None) -> Round:
     """Return a round of the brokers that ``find`` returns, of a saf.toml and an option."""
     settings = load(config)
-    return Round(find(settings, broker), settings)
+    with waiting("asking the fleets for their brokers"):
+        return Round(find(settings, broker), settings)
 
 
 def _round(find: Find, option: Any) -> Options:

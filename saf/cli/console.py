@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import errno
 import io
-import logging
 import os
 import shlex
 import sys
@@ -72,6 +71,9 @@ NOTHING = "nothing found"
 CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 STACK = "stack"
+
+LOG_LEVEL = "info"
+"""Lowest level of the events that commands log."""
 """The key that structlog prints on separate lines: the origin of an exception."""
 
 
@@ -126,7 +128,7 @@ def log_to_stderr() -> None:
                 else (structlog.processors.JSONRenderer(),)
             ),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        wrapper_class=structlog.make_filtering_bound_logger(LOG_LEVEL),
         # the stderr of the moment: while a progress bar is shown, it replaces stderr
         logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
     )

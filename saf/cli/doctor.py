@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from saf.cli.alive import waiting
 from saf.cli.brokers import AsJson, Commands, Config, named
 from saf.cli.console import echo, plain_console
 from saf.config import load
@@ -43,7 +44,9 @@ def doctor(
     """
     from saf.spark.java import examine_machine
 
-    found = [*examine(load(config)), *examine_machine()]
+    settings, place = load(config), ["this machine"]
+    with waiting(lambda: f"examining {place[-1]}"):
+        found = [*examine(settings, watch=place.append), *examine_machine()]
     if as_json:
         echo(json.dumps({"findings": [asdict(finding) for finding in found]}))
     else:
@@ -82,8 +85,9 @@ def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
     forwarder; 75: it does not answer.
     """
     destination = named(load(config), name)
-    problems = [*destination.problems(name), *destination.probe(name)]
-    given = destination.guarantee(name)
+    with waiting(f"examining destination {name!r}"):
+        problems = [*destination.problems(name), *destination.probe(name)]
+        given = destination.guarantee(name)
     if as_json:
         echo(
             json.dumps(
@@ -141,7 +145,8 @@ def optimize(
         )
     with client_needed(name, "delta"):
         from saf.destinations.delta.table import optimize as care_for
-    done = care_for(name, destination, keep_hours=keep_hours, dry_run=dry_run)
+    with waiting(f"optimizing the table of destination {name!r}"):
+        done = care_for(name, destination, keep_hours=keep_hours, dry_run=dry_run)
     if as_json:
         echo(json.dumps({"destination": name, "dry_run": dry_run, **asdict(done)}))
     else:

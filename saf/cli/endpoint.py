@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -24,6 +24,7 @@ import psycopg
 import typer
 
 from saf.broker import services
+from saf.cli.alive import Alive, listed, waiting
 from saf.cli.brokers import AsJson, AtStore, Commands, Config, Limit
 from saf.cli.console import Table, echo
 from saf.cli.metrics import Listen, Push, Textfile, published
@@ -153,13 +154,16 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
     others are shown. Exit codes: 2 or 75 if there is one.
     """
     settings = load(config)
-    found = find(settings)
-    rows, problems = [], found.problems
-    for name, endpoint in found.endpoints.items():
-        try:
-            rows.append(_row(settings, name, endpoint))
-        except SafError as error:
-            problems.append(error)
+    rows, at = [], ["the brokers"]
+    with waiting(lambda: f"asking {at[-1]}"):
+        found = find(settings)
+        problems = found.problems
+        for name, endpoint in found.endpoints.items():
+            at.append(f"the broker of endpoint {name!r}")
+            try:
+                rows.append(_row(settings, name, endpoint))
+            except SafError as error:
+                problems.append(error)
     if as_json:
         echo(json.dumps({"endpoints": rows}, default=str))
     else:
@@ -219,7 +223,8 @@ def send_test(name: Name, config: Config = None) -> None:
         raise UsageError(
             f"endpoint {name!r} is called by {entry.mode}: a test would make a real call"
         )
-    answer = asyncio.run(_test(entry))
+    with waiting(f"waiting for the answer of {entry.shown}"):
+        answer = asyncio.run(_test(entry))
     if answer.meaning is not Meaning.DONE:
         raise SafError(f"endpoint {name!r}: {answer.error}, after {answer.seconds:.3f} s")
     echo(f"{name}: HTTP {answer.status} after {answer.seconds:.3f} s")
@@ -329,7 +334,8 @@ def command(
         listen=metrics, textfile=metrics_textfile, push=metrics_push, job="saf-dispatch"
     ):
         try:
-            run(dispatchers, drain=not loop, find=refresh)
+            with _shown(dispatchers, summaries, loop=loop):
+                run(dispatchers, drain=not loop, find=refresh)
         except (SafError, psycopg.Error) as error:
             if loop:
                 raise
@@ -344,6 +350,25 @@ def command(
         raise problems[0]
     if code := next((code for code in (FOR_A_PERSON, FOR_LATER) if code in codes), 0):
         raise typer.Exit(code)
+
+
+@contextmanager
+def _shown(
+    dispatchers: Sequence[Dispatcher], summaries: Mapping[str, Summary], *, loop: bool
+) -> Iterator[None]:
+    """Show that dispatchers live, while a block runs them; without a loop, their progress."""
+    if not loop:
+        with waiting(lambda: "; ".join(f"{name}: {item}" for name, item in [*summaries.items()])):
+            yield
+        return
+    to = (f"{item.name} ({item.endpoint.shown})" for item in dispatchers)
+    alive = Alive(
+        "saf dispatch --loop",
+        f"sends to {listed(to, 'endpoint yet')}",
+        lacks="nothing sent (see `saf endpoint list`)",
+    )
+    with alive.watching(lambda: sum(item.total for item in [*summaries.values()])):
+        yield
 
 
 def chosen(settings: Settings, names: list[str]) -> dict[str, Endpoint]:

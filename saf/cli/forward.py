@@ -28,6 +28,7 @@ import typer
 from rich.console import Console
 
 from saf.cli import set_aside
+from saf.cli.alive import LOG_SECONDS, Alive, listed
 from saf.cli.brokers import Config, Round
 from saf.cli.console import Table, echo, is_of_output, plain_console, results_of
 from saf.cli.metrics import Listen, Push, Textfile, published
@@ -192,8 +193,14 @@ def run(
     spark = ConnectRunner(server, options.spark) if server else SparkRunner(start)
     always = options.use_spark == "always" or settings.transforms
     runner = spark if always else LittleHere(spark)
-    watching = bar.watching if progress_every is None else ProgressLog(progress_every).show
-    forwarder = Forwarder(settings, runner, progress=watching)
+    progress, sources = bar.watching, bar.sources
+    if progress_every is not None:
+        progress = ProgressLog(progress_every).show
+    if progress_every is not None or not console.is_terminal:
+        sources = ProgressLog(progress_every or LOG_SECONDS).show_sources
+    forwarder = Forwarder(settings, runner, progress=progress, sources=sources)
+    if loop:
+        forwarder.beat = Alive("saf forward --loop", _does(settings)).beat
     try:
         with stop_on_signals(forwarder.stop):
             summary = forwarder.loop(report) if loop else forwarder.drain()
@@ -202,6 +209,12 @@ def run(
     report(summary)
     end(spark)
     return summary.exit_code
+
+
+def _does(settings: Settings) -> str:
+    """Return what a loop does, for its first line."""
+    sources = listed([*settings.brokers, *(f"fleet {name}" for name in settings.fleets)], "source")
+    return f"forwards from {sources} to {listed(settings.destinations, 'destination')}"
 
 
 def end(spark: SparkRunner | ConnectRunner) -> None:
@@ -262,6 +275,12 @@ class ProgressLog:
             self._next = monotonic() + self._seconds
             log.info("progress", done=progress.done, total=progress.total)
 
+    def show_sources(self, done: int, total: int) -> None:
+        """Log how many sources were visited, unless there is one or it was logged just now."""
+        if total > 1 and monotonic() >= self._next:
+            self._next = monotonic() + self._seconds
+            log.info("visiting", sources=done, total=total)
+
 
 class ProgressBar:
     """A bar on a terminal; nothing elsewhere."""
@@ -269,7 +288,7 @@ class ProgressBar:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bar: rich.progress.Progress | None = None
-        self._task = rich.progress.TaskID(0)
+        self._tasks: dict[str, rich.progress.TaskID] = {}
         self._turn = Lock()
 
     @property
@@ -277,7 +296,15 @@ class ProgressBar:
         """The function that shows progress; None without a terminal."""
         return self._show if self._console.is_terminal else None
 
+    def sources(self, done: int, total: int) -> None:
+        """Show how many sources were visited, if there are several."""
+        if total > 1 and self._console.is_terminal:
+            self._update("visiting sources", done, total)
+
     def _show(self, progress: Progress) -> None:
+        self._update("forwarding", progress.done, progress.total)
+
+    def _update(self, what: str, done: int, total: int) -> None:
         with self._turn:
             if self._bar is None:
                 columns = (
@@ -288,8 +315,10 @@ class ProgressBar:
                     *columns, console=self._console, transient=True, redirect_stdout=False
                 )
                 self._bar.start()
-                self._task = self._bar.add_task("forwarding", total=None)
-            self._bar.update(self._task, completed=progress.done, total=progress.total)
+                self._tasks = {}
+            if what not in self._tasks:
+                self._tasks[what] = self._bar.add_task(what, total=None)
+            self._bar.update(self._tasks[what], completed=done, total=total)
 
     def clear(self) -> None:
         """Remove the bar until there is new progress."""

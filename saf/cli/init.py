@@ -21,6 +21,7 @@ import typer
 from saf.broker.grants import Kind, grant
 from saf.broker.migrate import migrate
 from saf.broker.services import OWN, create_subscription, remove_subscription, services
+from saf.cli.alive import waiting
 from saf.cli.console import echo
 from saf.cli.schema import warn_of_search_path
 from saf.config import DEFAULT_FILE, Settings, load
@@ -106,7 +107,8 @@ def _migrate(name: str, dsn: Dsn) -> None:
         dsn.connect(role="init", autocommit=True) as connection,
     ):
         ((version,),) = fetch(connection, VERSION)
-    done = migrate(dsn)
+    with waiting(f"migrating {name}"):
+        done = migrate(dsn)
     change = "created" if done.before is None else "brought up to date"
     echo(
         f"{name}: database {dsn.database} on PostgreSQL {version}, saf schema {done.revision} "
@@ -162,7 +164,8 @@ def _send(config: Path) -> None:
     try:
         against = _reason_against(settings)
         if against is None:
-            seconds = _send_first(settings)
+            with waiting("sending a first message"):
+                seconds = _send_first(settings)
             echo(
                 f"sent a message at {SOURCE}, forwarded it, received it at {STORE}: {seconds:.1f} s"
             )

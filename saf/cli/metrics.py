@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from saf.cli.alive import Alive, waiting
 from saf.cli.brokers import Config, Where
 from saf.cli.console import echo
 from saf.config import load
@@ -71,7 +72,8 @@ def command(
         if listen is not None:
             _serve(watch, listen)
             return
-        taken = watch.take()
+        with waiting("waiting for the figures of all brokers"):
+            taken = watch.take()
         if textfile is not None:
             prometheus.write(lambda: taken, textfile)
         if push is not None:
@@ -88,9 +90,16 @@ def command(
 
 def _serve(watch: Watch, listen: str) -> None:
     stopping = threading.Event()
-    close = prometheus.serve(watch.take, listen)
-    with stop_on_signals(stopping.set):
-        echo(f"metrics are served at {listen}, until SIGTERM or Ctrl-C", err=True)
+    scrapes = 0
+
+    def take() -> list[metrics.Sample]:
+        nonlocal scrapes
+        scrapes += 1
+        return watch.take()
+
+    close = prometheus.serve(take, listen)
+    alive = Alive("saf metrics", f"serves metrics at {listen}", lacks="no scrape")
+    with stop_on_signals(stopping.set), alive.watching(lambda: scrapes):
         stopping.wait()
     close()
 

@@ -15,11 +15,12 @@ import psycopg
 import typer
 from psycopg.rows import dict_row
 
+from saf.cli.alive import say_spark_starts, waiting
 from saf.cli.brokers import AsJson, Brokers, Commands, Config, Name, Round, Store
 from saf.cli.console import Table, echo, results_of
 from saf.cli.metrics import published
 from saf.cli.route import NEXT_BATCH, show_explanation
-from saf.cli.worker import StopTimeout, WorkersListen, listening, supervise
+from saf.cli.worker import StopTimeout, WorkersListen, alive, listening, supervise
 from saf.columns import COLUMNS, JSON
 from saf.config import did_you_mean, load, load_keys, load_signer
 from saf.errors import ConfigurationError, Unavailable, UsageError
@@ -208,10 +209,12 @@ def serve(
             [
                 [sys.executable, "-m", "saf", *arguments, *listening(metrics, number)]
                 for number in range(processes)
-            ]
+            ],
+            f"saf router serve {service}",
         )
         return
-    with published(listen=metrics):
+    program = f"saf router serve {service}"
+    with published(listen=metrics), alive(program, serving, drain=drain):
         count = serving.run(drain=drain)
     echo(f"{where}: router {service!r} has sent on {counted(count, 'message')}")
 
@@ -239,7 +242,7 @@ def explain(
     message = Message(service=service, body=body, key=key, message_type=message_type)
     settings = round_.settings
     default, declared = settings.forwarder.default_destination, settings.declared
-    with DryRuns() as in_sql:
+    with DryRuns(say_spark_starts) as in_sql:
         found: dict[str, DryRun] = round_.visit(
             "route", lambda connection: try_out(connection, message, default, declared, in_sql)
         )
@@ -347,13 +350,15 @@ def try_(
             raise ConfigurationError(f"no outbox has a message {message}")
     from saf.spark.evaluation import tried  # Arrow takes a while to import
 
-    result = tried(
-        service,
-        transforms[service].function,
-        columns,
-        settings.forwarder.max_bytes,
-        deterministic=transforms[service].deterministic,
-    )
+    say_spark_starts()
+    with waiting("Spark evaluates the transform"):
+        result = tried(
+            service,
+            transforms[service].function,
+            columns,
+            settings.forwarder.max_bytes,
+            deterministic=transforms[service].deterministic,
+        )
     messages = [_shown(item) for item in result.messages]
     if as_json:
         report = {"messages": messages, "dead": result.dead, "waits": result.waits}

@@ -15,6 +15,7 @@ import typer
 
 from saf.broker import grants, senders, whole
 from saf.broker import migrate as schema
+from saf.cli.alive import waiting
 from saf.cli.brokers import AsJson, Brokers, Commands
 from saf.cli.console import Table, echo
 from saf.database import Dsn, check_schema, unavailable_if_lost
@@ -49,7 +50,9 @@ def migrate(
 ) -> None:
     """Create the saf schema in a database, or upgrade it. It is safe to repeat."""
     database = Dsn(dsn)
-    echo(str(schema.migrate(database, shards=shards)))
+    with waiting(f"migrating {database.database}"):
+        done = schema.migrate(database, shards=shards)
+    echo(str(done))
     warn_of_search_path(database)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import SecretStr
 
+from saf.cli.alive import Alive, listed
 from saf.cli.brokers import Config
 from saf.cli.console import echo
 from saf.config import Settings, load
@@ -42,10 +43,14 @@ def command(
     act, if it is started with --write. Without a token there, one is generated and printed. See
     docs/ui.md. It runs until SIGTERM or Ctrl-C.
     """
-    server, listening, notes = prepared(load(config), host=host, port=port, write=write)
+    settings = load(config)
+    server, listening, notes = prepared(settings, host=host, port=port, write=write)
     for line in notes:
         echo(line, err=True)
-    server.run(sockets=[listening])
+    sources = listed([*settings.brokers, *(f"fleet {name}" for name in settings.fleets)], "broker")
+    alive = Alive("saf ui", f"shows {sources}", lacks="no request")
+    with alive.watching(lambda: server.server_state.total_requests):
+        server.run(sockets=[listening])
 
 
 def prepared(

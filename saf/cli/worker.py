@@ -6,15 +6,18 @@ import importlib
 import subprocess
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from saf.cli.alive import Alive, handled, place, waiting
 from saf.cli.console import echo
 from saf.cli.metrics import Push, Textfile, nth, published
 from saf.errors import StopTimeout as StopTimedOut
 from saf.errors import UsageError
+from saf.operating.wording import counted
 from saf.receiving.loop import Loop
 from saf.signals import stop_on_signals
 
@@ -78,26 +81,36 @@ def command(
             [sys.executable, "-m", "saf", "worker", which, *arguments, *listening(metrics, number)]
             for number in range(processes)
         ]
-        supervise(commands)
+        supervise(commands, f"saf worker {which}")
         return
     with published(
         listen=metrics, textfile=metrics_textfile, push=metrics_push, job=f"saf-worker-{which}"
     ):
-        run(worker, drain=drain, stop_timeout=stop_timeout)
+        run(f"saf worker {which}", worker, drain=drain, stop_timeout=stop_timeout)
 
 
-def run(worker: Loop, *, drain: bool, stop_timeout: float | None) -> None:
+def run(program: str, worker: Loop, *, drain: bool, stop_timeout: float | None) -> None:
     """Run a worker until it is told to stop, or has no more work; print its summary."""
     if stop_timeout is not None:
         worker.stop_timeout = stop_timeout
     try:
-        worker.run(drain=drain)
+        with alive(program, worker, drain=drain):
+            worker.run(drain=drain)
     except StopTimedOut:
         echo(str(worker.summary))
         raise
     echo(str(worker.summary))
     if drain and worker.summary.exit_code:
         raise typer.Exit(worker.summary.exit_code)
+
+
+def alive(program: str, worker: Loop, *, drain: bool) -> AbstractContextManager[None]:
+    """Show that a worker lives, while a block runs it; of a drain, only its progress."""
+    if drain:
+        return waiting(lambda: f"{program}: {worker.summary} so far")
+    where = f"receives for {worker.subscription} at {place(worker.engine)}"
+    worker.beat = Alive(program, f"{where}, {handled(worker.handled_types())}").beat
+    return nullcontext()
 
 
 def find(which: str) -> Loop:
@@ -131,8 +144,9 @@ def listening(metrics: str | None, number: int) -> list[str]:
     return [] if where is None else ["--metrics", where]
 
 
-def supervise(commands: list[list[str]]) -> None:
+def supervise(commands: list[list[str]], program: str = "saf worker") -> None:
     """Keep a process of each command running until told to stop; then wait until all end."""
+    Alive(program, f"keeps {counted(len(commands), 'process', 'processes')} running")
     stopping = threading.Event()
     running: dict[int, subprocess.Popen[bytes]] = {}
 

@@ -8,6 +8,7 @@ fails for one message, halving finds that message; its neighbours still get answ
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC
 from itertools import repeat
 from typing import Any
@@ -17,7 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import COLUMNS
+from saf.errors import InvalidMessage
 from saf.log.columns import MESSAGES
+from saf.message import key_text
 from saf.received import READ, Received
 from saf.routing.resolved import Resolved
 
@@ -47,6 +50,7 @@ def by_python(function: Function, rows: pa.Table) -> pa.Table:
 
 def as_answers(answers: Sequence[Resolved | str]) -> pa.Table:
     """Make a table of answers; a string is the error of a message that could not be resolved."""
+    answers = [*map(_with_text, answers)]
     found = [answer if isinstance(answer, Resolved) else None for answer in answers]
     return pa.table(
         [
@@ -57,6 +61,16 @@ def as_answers(answers: Sequence[Resolved | str]) -> pa.Table:
         ],
         schema=ANSWERS,
     )
+
+
+def _with_text(answer: Resolved | str) -> Resolved | str:
+    """Return an answer with its key as text, or the error of an invalid key."""
+    if isinstance(answer, str) or isinstance(answer.key, (str, type(None))):
+        return answer
+    try:
+        return replace(answer, key=key_text(answer.key))
+    except InvalidMessage as error:
+        return f"its classifier returned a wrong {error}"
 
 
 def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
@@ -74,6 +88,7 @@ def from_columns(said: pa.RecordBatch | pa.Table, count: int) -> pa.RecordBatch:
         for name in ANSWERS.names
     }
     columns["broker"] = _brokers(columns["broker"])
+    columns["key"] = _keys(columns["key"])
     return pa.RecordBatch.from_arrays(
         [columns[field.name].cast(field.type) for field in ANSWERS], schema=ANSWERS
     )
@@ -136,6 +151,8 @@ def _answered(answer: Any, count: int) -> pa.RecordBatch:
 
 def _plain(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     column = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    if isinstance(column.type, pa.UuidType):
+        return pa.array([value and str(value) for value in column.to_pylist()], pa.string())
     return column.storage if isinstance(column, pa.ExtensionArray) else column
 
 
@@ -150,6 +167,21 @@ def _brokers(column: pa.Array) -> pa.Array:
     wrong = pc.not_equal(pc.binary_length(column.cast(pa.binary())), 16)
     if pc.any(wrong).as_py():
         raise ValueError("a broker is a uuid: 16 bytes, or its text")
+    return column
+
+
+def _keys(column: pa.Array) -> pa.Array:
+    """Check that keys are text, integers or UUIDs, which are text by now.
+
+    Raises:
+        TypeError: the column has another type.
+    """
+    fitting = (pa.types.is_string, pa.types.is_large_string, pa.types.is_integer, pa.types.is_null)
+    if not any(fits(column.type) for fits in fitting):
+        example = next((str(value) for value in column if value.is_valid), "")
+        raise TypeError(
+            f"a key is text, an integer or a UUID, and not {column.type} {example:.200}"
+        )
     return column
 
 

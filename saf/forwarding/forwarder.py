@@ -65,7 +65,8 @@ class Beside:
 class Forwarder:
     """Forwards the outboxes of all configured brokers.
 
-    ``runner`` runs the work. It is started only when there is work.
+    ``runner`` runs the work. It is started only when there is work. ``progress`` watches the
+    running tasks; ``sources``, how many sources a drain has visited, and how many there are.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Forwarder:
         runner: Runner,
         *,
         progress: Callable[[Progress], None] | None = None,
+        sources: Callable[[int, int], object] | None = None,
     ) -> None:
         options = settings.forwarder
         self.options = options
@@ -81,6 +83,10 @@ class Forwarder:
         self.progress = progress
         self.summary = Summary()
         self.roster = Roster(settings, self._problem, runner.let_go)
+        if sources is not None:
+            self.roster.watch = sources
+        self.beat: Callable[[bool], object] = lambda _: None
+        """Called after a loop's cycles that forwarded, or found nothing at all brokers."""
         limits = [d.max_connections for d in settings.destinations.values() if d.max_connections]
         self.most = min(limits, default=None)
         """Maximum tasks at a time, so that no destination gets too many connections."""
@@ -179,6 +185,8 @@ class Forwarder:
                     self.purging.start(self.roster.well())
                 if worked:
                     pauses.end()
+                if worked or self.roster.all_well:
+                    self.beat(worked)
                 if self.summary.problems:
                     self._pause(self.options.interval_seconds)
                 elif not worked:

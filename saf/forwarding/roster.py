@@ -71,6 +71,9 @@ class Roster:
         self.skipped = False
         """Whether some brokers were not visited, because all connections or threads were in use."""
         self.brokers: dict[str, SourceBroker] = {}
+        self.watch: Callable[[int, int], object] = lambda *_: None
+        """With ``once``, called with the number of brokers that were visited, and of all."""
+        self._visited: set[str] = set()
         self._problem = problem
         self._left = left
         self._threads = BrokerThreads(min(THREADS, self.options.max_sessions))
@@ -117,6 +120,7 @@ class Roster:
         def on_result(broker: SourceBroker, work: list[Work]) -> None:
             self._failures.pop(broker.name, None)
             self._meet(broker)
+            self._note_visit(broker.name)
             if self.once and not work:
                 self._visit_at[broker.name] = NEVER
             self._found.extend(work)
@@ -197,11 +201,17 @@ class Roster:
         """Return the brokers that answered when they were last asked."""
         return [broker for broker in self.brokers.values() if self._is_well(broker)]
 
+    @property
+    def all_well(self) -> bool:
+        """Whether there are brokers, and all have answered when they were last asked."""
+        return 0 < len(self.brokers) == len(self.well())
+
     def failed(self, name: str) -> None:
         """Skip a broker for a while, because nothing more can be done for it now."""
         failures = self._failures[name] = self._failures.get(name, 0) + 1
         seconds = wait_seconds(failures, 1, LONGEST_WAIT) * self.options.interval_seconds
         self._visit_at[name] = NEVER if self.once else time.monotonic() + seconds
+        self._note_visit(name)
 
     def rest(self, but: Collection[SourceBroker] = ()) -> None:
         """If there are too many brokers to stay connected, disconnect; ``but`` from some at
@@ -247,6 +257,12 @@ class Roster:
         if self._heard:
             self._heard = False
             self._enlist()
+
+    def _note_visit(self, name: str) -> None:
+        """Note that a broker has answered, or failed."""
+        if self.once and name not in self._visited:
+            self._visited.add(name)
+            self.watch(len(self._visited & self.brokers.keys()), len(self.brokers))
 
     def _meet(self, broker: SourceBroker) -> None:
         """Note that a member of a fleet was met."""

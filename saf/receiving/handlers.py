@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeGuard, TypeVar, overload
 
 from saf.errors import UsageError
 from saf.received import Received
@@ -109,6 +109,31 @@ class Handlers(dict[str | None, Registered]):
                     f"{named(call)} is{' not' * (not waits)}"
                 )
         self[message_type] = Registered(call=call, batch=batch, waits=waits)
+
+
+def is_function(given: object) -> TypeGuard[Callable[..., Any]]:
+    """Return whether a decorator was given its function: it was written without parentheses.
+
+    >>> is_function(print), is_function("OrderPlaced"), is_function(str)
+    (True, False, False)
+    """
+    return callable(given) and not isinstance(given, type)
+
+
+def checked_type(given: object) -> str | type:
+    """Return the message type, or the event's class, that a decorator was given.
+
+    Raises:
+        UsageError: it is neither text nor an event's class.
+    """
+    if isinstance(given, type):
+        the_event(given)
+    elif not isinstance(given, str):
+        raise UsageError(
+            "a handler's message type is text, such as 'OrderPlaced', or an event's class, and not "
+            f"{given!r:.200}"
+        )
+    return given
 
 
 def check_handler(

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -100,6 +100,10 @@ class Loop(ABC):
         self.signer = signer
         self.summary = Summary()
         """The results of this worker so far."""
+        self.beat: Callable[[bool], object] = lambda _: None
+        """Called by each thread after each search, with whether it has found messages."""
+        self._begun = threading.Event()
+        """Set once a thread receives."""
         self._stopping = Stopping(stop_timeout)
         self._failed: list[Exception] = []
 
@@ -182,9 +186,14 @@ class Loop(ABC):
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         """Handle a delivery, which is not empty."""
 
+    def handled_types(self) -> Sequence[str | None]:
+        """Return the message types that have handlers; None: all other types."""
+        return [None]
+
     def _types(self) -> Collection[str | None] | None:
         """Return the message types that have handlers; None: all."""
-        return None
+        types = self.handled_types()
+        return None if None in types else types
 
     def _taken(self) -> Collection[str | None] | None:
         """Return the message types to take from lanes that wait for a handler; None: all."""
@@ -196,8 +205,9 @@ class Loop(ABC):
         while not stopping.is_set():
             try:
                 with self._connected() as link, self._receiving(link) as receiver:
+                    self._begun.set()
                     while not stopping.is_set():
-                        self._deliver(receiver, wait_seconds=WAIT_SECONDS)
+                        self.beat(bool(self._deliver(receiver, wait_seconds=WAIT_SECONDS)))
             except (UsageError, Refused) as error:
                 self._failed.append(error)
                 self.stop()

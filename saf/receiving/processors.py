@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -60,8 +60,10 @@ from saf.receiving.failures import exception
 from saf.receiving.handlers import (
     MethodOfEvent,
     check_handler,
+    checked_type,
     described,
     is_async,
+    is_function,
     named,
     of_type,
     watched,
@@ -73,7 +75,6 @@ from saf.receiving.receive import Receiver
 from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
-from saf.typed.event import the_event
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
@@ -100,26 +101,26 @@ PATIENTLY = "SET LOCAL lock_timeout TO DEFAULT"
 def handles(message_type: type[E], /) -> MethodOfEvent[E]: ...
 @overload
 def handles(*message_types: str) -> Callable[[H], H]: ...
-def handles(*message_types: str | type) -> Callable[..., Any]:
+@overload
+def handles(method: H, /) -> H: ...
+def handles(*message_types: Any) -> Any:
     """Mark a method as the handler of message types; without types, of all other types.
 
-    The method is called with the message and the delivery's connection. For an event's class, it is
-    called with the event instead of the message, as the handlers of `saf.Worker` are.
+    ``@saf.handles`` without parentheses marks a method for all other types, too. The method is
+    called with the message and the delivery's connection. For an event's class, it is called with
+    the event instead of the message, as the handlers of `saf.Worker` are.
 
     Raises:
-        UsageError: the decorator was written without parentheses, or the class is not an event.
+        UsageError: a message type is neither text nor an event's class.
     """
-    if any(callable(item) and not isinstance(item, type) for item in message_types):
-        raise UsageError("write @saf.handles(), with parentheses")
-    for model in message_types:
-        if isinstance(model, type):
-            the_event(model)
+    first = message_types[0] if len(message_types) == 1 else None
+    types = () if is_function(first) else tuple(map(checked_type, message_types))
 
-    def mark(method: H) -> H:
-        setattr(method, _MARK, message_types or (None,))
+    def mark(method: Any) -> Any:
+        setattr(method, _MARK, types or (None,))
         return method
 
-    return mark
+    return mark(first) if is_function(first) else mark
 
 
 class Processor:
@@ -374,8 +375,9 @@ class Processors(Loop):
         if not self.processor.handlers:
             raise UsageError(f"{self.processor.__qualname__} has no method with @saf.handles(…)")
 
-    def _types(self) -> Collection[str | None] | None:
-        return None if None in self.processor.handlers else tuple(self.processor.handlers)
+    def handled_types(self) -> Sequence[str | None]:
+        """Return the message types that have a method; None: all other types."""
+        return [*self.processor.handlers]
 
     @contextmanager
     def _receiving(self, link: Link) -> Iterator[Receiver]:

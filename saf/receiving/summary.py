@@ -73,6 +73,11 @@ class Summary:
             return True
 
     @property
+    def total(self) -> int:
+        """Number of messages that were handled or set aside."""
+        return self.handled + self.parked + self.buried
+
+    @property
     def exit_code(self) -> int:
         """Exit code of a run that handles the messages that are due.
 

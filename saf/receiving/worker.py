@@ -21,7 +21,7 @@ query that writes nothing.
 
 A message without a handler waits for a worker that has one, and the later messages of its key wait
 behind it. So old and new workers may run side by side while a new type is introduced.
-``@worker.handler()`` is for all types that have no handler of their own.
+``@worker.handler`` is for all types that have no handler of their own.
 
 *Async handlers.* The handlers of a worker may be ``async def``. They run in one event loop, that of
 `Worker.arun` or else the process's own (`own_loop`), and get an asyncio connection. Up to
@@ -43,10 +43,11 @@ import asyncio
 import atexit
 import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
@@ -56,7 +57,16 @@ from saf.received import Received
 from saf.receiving.asynchronous import EventLoop, aconnected
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception
-from saf.receiving.handlers import Handlers, OfEvent, OfEvents, Registered, of_type, watched
+from saf.receiving.handlers import (
+    Handlers,
+    OfEvent,
+    OfEvents,
+    Registered,
+    checked_type,
+    is_function,
+    of_type,
+    watched,
+)
 from saf.receiving.link import connected
 from saf.receiving.loop import Loop, OfUnhandled, log
 from saf.receiving.retries import Policy
@@ -72,6 +82,12 @@ E = TypeVar("E")
 
 P = ParamSpec("P")
 H = TypeVar("H", bound=Callable[..., object])
+
+BEGIN_SECONDS = 5.0
+"""Longest time that `Worker.running` waits for a worker to receive."""
+
+LOOK_SECONDS = 0.02
+"""Interval at which `Worker.running` looks whether its worker receives."""
 
 END_SECONDS = 1.0
 """Time limit for an event loop to answer, and to end."""
@@ -174,19 +190,61 @@ class Worker(Loop):
                 # the event loop may end now, and some threads cannot return without it
                 self._stopping.hurry(END_SECONDS)
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[int]]:
+        """Run as `arun` does while a block runs; at its end, stop in order.
+
+            @asynccontextmanager
+            async def lifespan(app):
+                async with worker.running():
+                    yield
+
+        The block begins once the worker receives, or after five seconds if its database does not
+        answer yet. The block gets the worker's task. If the worker ends before the block, the error
+        is logged immediately, and raised at the end of the block.
+
+        Raises:
+            ConfigurationError, UsageError, Refused, StopTimeout, Unavailable: as `run`.
+        """
+        self._begun.clear()
+        task = asyncio.create_task(self.arun(), name=f"saf {self.subscription}")
+        try:
+            deadline = time.monotonic() + BEGIN_SECONDS
+            while not (task.done() or self._begun.is_set() or time.monotonic() > deadline):
+                await asyncio.wait([task], timeout=LOOK_SECONDS)
+            if task.done():
+                task.result()  # raises its error
+            task.add_done_callback(self._say_ended)
+            yield task
+        finally:
+            task.remove_done_callback(self._say_ended)
+            if not task.done():
+                self.stop()
+            await task
+            self._stopping.begin_anew()
+
+    def _say_ended(self, task: asyncio.Task[int]) -> None:
+        error = None if task.cancelled() else task.exception()
+        detail = "it was stopped" if error is None else str(error)
+        log.error("worker_ended", subscription=self.subscription, detail=detail)
+
     @overload
     def handler(self, message_type: type[E]) -> OfEvent[E]: ...
     @overload
     def handler(self, message_type: str | None = None) -> Callable[[H], H]: ...
-    def handler(self, message_type: str | type | None = None) -> Callable[..., Any]:
+    @overload
+    def handler(self, message_type: H) -> H: ...
+    def handler(self, message_type: Any = None) -> Any:
         """Register a function of (message, connection) for a type; None: for all other types.
+
+        ``@worker.handler`` without parentheses registers the function for all other types, too.
 
         For an event's class, it is a function of (event, connection), or of (event, connection,
         message); see `saf.event`. The function may be async if all of the worker's handlers are.
 
         Raises:
-            UsageError: the type already has a handler, the class is not an event, or the function
-                does not take these arguments.
+            UsageError: the type already has a handler, or is neither text nor an event's class; or
+                the function does not take these arguments.
         """
         return self._register(message_type, batch=False)
 
@@ -194,7 +252,9 @@ class Worker(Loop):
     def batch_handler(self, message_type: type[E]) -> OfEvents[E]: ...
     @overload
     def batch_handler(self, message_type: str | None = None) -> Callable[[H], H]: ...
-    def batch_handler(self, message_type: str | type | None = None) -> Callable[..., Any]:
+    @overload
+    def batch_handler(self, message_type: H) -> H: ...
+    def batch_handler(self, message_type: Any = None) -> Any:
         """Register a function of (messages, connection) for a type; otherwise like `handler`."""
         return self._register(message_type, batch=True)
 
@@ -234,8 +294,9 @@ class Worker(Loop):
         loop = self._event_loop
         return connected(self.engine) if loop is None else aconnected(self.engine, loop)
 
-    def _types(self) -> Collection[str | None] | None:
-        return None if None in self._handlers else tuple(self._handlers)
+    def handled_types(self) -> Sequence[str | None]:
+        """Return the message types that have handlers; None: all other types."""
+        return [*self._handlers]
 
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         if not any(registered.batch for registered in self._handlers.values()):
@@ -354,10 +415,13 @@ class Worker(Loop):
         else:
             loop.call(calls)
 
-    def _register(self, message_type: str | type | None, *, batch: bool) -> Callable[[H], H]:
+    def _register(self, given: Any, *, batch: bool) -> Any:
+        if is_function(given):
+            self._handlers.add(None, given, batch=batch)
+            return given
+        message_type = None if given is None else checked_type(given)
+
         def register(call: H) -> H:
-            if callable(message_type) and not isinstance(message_type, type):
-                raise UsageError("write @worker.handler(), with parentheses")
             name, handler = of_type(message_type, call, batch=batch)
             self._handlers.add(name, handler, batch=batch)
             return call

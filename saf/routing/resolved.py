@@ -27,7 +27,7 @@ class Resolved:
     service: str
     broker: UUID | None = None
     """The broker; None: as in the message."""
-    key: str | None = None
+    key: str | int | UUID | None = None
     """The key; None: as in the message."""
 
 

@@ -15,7 +15,7 @@ If answers are missing, `Answers.to` raises `Unavailable`: no message is routed 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from threading import Lock
@@ -210,9 +210,13 @@ def _plain(name: str, value: Any) -> Any:
 
 
 class DryRuns:
-    """A `saf.operating.dry_run.InSql`; a context manager, because it must stop its Spark."""
+    """A `saf.operating.dry_run.InSql`; a context manager, because it must stop its Spark.
 
-    def __init__(self) -> None:
+    ``starting`` is called before Spark starts, which takes some seconds.
+    """
+
+    def __init__(self, starting: Callable[[], object]) -> None:
+        self._starting = starting
         self._spark: SparkSession | None = None
         self._lock = Lock()
 
@@ -235,6 +239,8 @@ class DryRuns:
         except MissingExtra:
             return routes, None
         with self._lock:
+            if self._spark is None:
+                self._starting()
             self._spark = session.start("local[1]", app_name="saf router")
             (routes,), compiled = compiled_of(self._spark, [routes])
         return routes, _Answers(self._spark, compiled)

@@ -91,6 +91,7 @@ def _usable(result: Any, owner: str, name: str) -> Usable:
     allowed: dict[str, tuple[type, ...]] = {
         "id": (IntegralType,),
         "part": (IntegralType,),
+        "key": (StringType, IntegralType),
         "headers": (StringType, MapType),
         "body": (BinaryType, StringType),
     }

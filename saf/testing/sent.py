@@ -21,7 +21,7 @@ from psycopg.rows import tuple_row
 
 from saf.database import fetch
 from saf.errors import InvalidMessage, UnreadableHeaders, UsageError
-from saf.message import encode_body
+from saf.message import encode_body, key_text
 from saf.received import WITH_READABLE, Received, expressions
 from saf.testing.databases import Database
 
@@ -52,7 +52,7 @@ class Match(TypedDict, total=False):
     to_service: str
     body: object
     """Body: equal after decoding, or the same bytes."""
-    key: str | None
+    key: str | int | UUID | None
     message_type: str | None
     headers: Mapping[str, Any]
     """Headers that the message must have, among others."""
@@ -155,6 +155,8 @@ def _has(message: Received, name: str, wanted: Any) -> bool:
         return isinstance(headers, dict) and all(
             one in headers and headers[one] == value for one, value in wanted.items()
         )
+    if name == "key":
+        return message.key == _key(wanted)
     if name != "body":
         return bool(message.stored()[name] == wanted)
     if decoded(message) == wanted:
@@ -206,3 +208,9 @@ def _check(match: Mapping[str, Any]) -> None:
     for name in match:
         if name not in known:
             raise UsageError(f"a message has no {name!r}, only {', '.join(known)}")
+    _key(match.get("key"))
+
+
+def _key(wanted: object) -> str | None:
+    """Return a wanted key as it is stored; an INSERT may have stored one that `send` refuses."""
+    return wanted if isinstance(wanted, str) else key_text(wanted)

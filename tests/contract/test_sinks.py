@@ -12,17 +12,27 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyspark.sql.types import (
+    BooleanType,
+    DataType,
+    DoubleType,
+    IntegerType,
+    LongType,
+    ShortType,
+    StringType,
+    StructType,
+)
 
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
-from saf.errors import InvalidMessage, NotThisStream, StagedLost
+from saf.errors import ConfigurationError, InvalidMessage, NotThisStream, StagedLost
 from saf.message import LAST_DAY, MAX_KEY, MAX_NAME, Message, encode
 from saf.operating.maintenance import purge_broker
 from saf.routing.routes import add_route
 from saf.sending import staging
-from saf.spark.table.outgoing import staged
+from saf.spark.table.outgoing import check_columns, staged
 from saf.spark.table.sink import Copy, Outgoing, Written
 from tests.pipeline import bodies, connect
 
@@ -277,6 +287,26 @@ def test_a_broker_is_written_as_postgresql_reads_it() -> None:
     given = ["urn:uuid:12345678-1234-5678-1234-567812345678", None]
     columns = batch(service=["a", "a"], body=[b"x", b"y"], to_broker=given)
     assert staged(columns, 1, 0)["to_broker"].to_pylist() == [str(UUID(given[0])), None]
+
+
+@pytest.mark.parametrize("kind", [pa.int16(), pa.int32(), pa.int64(), pa.string()])
+def test_a_key_may_be_an_integer_and_is_sent_as_its_digits(kind: pa.DataType) -> None:
+    given = ["7", "-7", None] if kind == pa.string() else [7, -7, None]
+    columns = batch(service=["a"] * 3, body=[b"x"] * 3)
+    columns = columns.append_column("key", pa.array(given, kind))
+    assert staged(columns, 1, 0)["key"].to_pylist() == ["7", "-7", None]
+
+
+def test_of_a_dataframe_a_key_of_another_type_is_refused_by_its_column() -> None:
+    def check(kind: DataType) -> None:
+        columns = StructType().add("service", StringType()).add("body", StringType())
+        check_columns(columns.add("key", kind))
+
+    for kind in (LongType(), IntegerType(), ShortType(), StringType()):
+        check(kind)
+    for wrong in (DoubleType(), BooleanType()):
+        with pytest.raises(ConfigurationError, match=rf"'key'.* not a {wrong.simpleString()}"):
+            check(wrong)
 
 
 def test_what_only_a_dataframe_can_hold_is_refused_too() -> None:

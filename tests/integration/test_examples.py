@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +22,10 @@ from saf.config import load
 from saf.database import Dsn, fetch
 from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.runner import InProcess
+from saf_demo.servers import free_port
 from tests.pipeline import connect, forward
-from tests.programs import BIN, ROOT, run, url
+from tests.programs import BIN, ROOT, environment, run, url
+from tests.waits import until
 
 EXAMPLES = ROOT / "examples"
 MOST_LINES = 80
@@ -131,6 +139,107 @@ def test_an_event_becomes_an_invoice(app: Dsn, mom: Dsn) -> None:
         drained("typed:billing", **env)
         found = "SELECT number, total::int, currency FROM invoice ORDER BY 1"
         assert fetch(store, found) == [("A-0", 70, "CHF"), ("A-1", 90, "EUR")]
+
+
+@contextmanager
+def served(
+    folder: Path, application: str, *options: str, **env: str
+) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+    """An application that uvicorn serves, as its users start it; its address, and its log."""
+    port, log = free_port(), folder / "log"
+    command: list[str | Path] = [
+        BIN / "uvicorn",
+        f"{application}:app",
+        "--port",
+        str(port),
+        *options,
+    ]
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment(**env, PYTHONPATH=f"{folder}:{ROOT}"),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            until(lambda: "Application startup complete" in log.read_text())
+            yield process, f"http://127.0.0.1:{port}", log
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def curl(address: str) -> dict[str, Any]:
+    """What curl prints of an address, as JSON; empty unless it is a success."""
+    done = run(["curl", "--silent", "--fail", address])
+    return dict(json.loads(done.stdout or "{}"))
+
+
+def ended(process: subprocess.Popen[str], log: Path) -> None:
+    """It ends in order after SIGTERM."""
+    process.send_signal(signal.SIGTERM)
+    # uvicorn ends by the signal that it was sent, after its work; its supervisor, with 0
+    assert process.wait(20) in (0, -signal.SIGTERM)
+    text = log.read_text()
+    assert "Application shutdown complete" in text.rpartition("Shutting down")[2]
+    assert "Traceback" not in text
+    assert "ERROR" not in text
+
+
+@pytest.mark.parametrize("framework", ["fastapi", "litestar"])
+def test_a_web_application_receives_beside_its_requests_and_ends_in_order(
+    app: Dsn, mom: Dsn, tmp_path: Path, framework: str
+) -> None:
+    name = f"worker_in_{framework}"
+    shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
+    with connect(mom) as store:
+        create_service(store, "billing")
+    with served(tmp_path, name, STORE_DSN=mom.conninfo) as (process, address, log):
+        assert curl(f"{address}/health") == {"worker": "runs"}
+        assert curl(f"{address}/invoices/A-1") == {}
+        example("with_psycopg.py", "A-1", "90", SHOP_DSN=app.conninfo)
+        forward(app, mom=mom)
+        until(lambda: curl(f"{address}/invoices/A-1") == {"number": "A-1", "total": 90})
+        ended(process, log)
+    with connect(mom) as store:
+        receivers = "SELECT FROM pg_stat_activity WHERE application_name = 'saf receive'"
+        assert fetch(store, f"{receivers} AND datname = current_database()") == []
+
+
+@pytest.mark.parametrize("framework", ["fastapi", "litestar"])
+def test_a_web_application_that_is_reloaded_ends_its_worker_and_begins_another(
+    app: Dsn, mom: Dsn, tmp_path: Path, framework: str
+) -> None:
+    name = f"worker_in_{framework}"
+    file = Path(shutil.copy(EXAMPLES / f"{name}.py", tmp_path))
+    with connect(mom) as store:
+        create_service(store, "billing")
+    with served(tmp_path, name, "--reload", STORE_DSN=mom.conninfo) as (process, address, log):
+        file.write_text(file.read_text().replace('"total": row[0]', '"amount": row[0]'))
+        until(lambda: log.read_text().count("Application startup complete") == 2)
+        assert log.read_text().count("Application shutdown complete") == 1
+        example("with_psycopg.py", "A-1", "90", SHOP_DSN=app.conninfo)
+        forward(app, mom=mom)
+        until(lambda: curl(f"{address}/invoices/A-1") == {"number": "A-1", "amount": 90})
+        ended(process, log)
+
+
+@pytest.mark.parametrize("framework", ["fastapi", "litestar"])
+def test_a_web_application_does_not_start_if_its_worker_cannot_receive(
+    mom: Dsn, tmp_path: Path, framework: str
+) -> None:
+    name = f"worker_in_{framework}"
+    shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
+    command: list[str | Path] = [BIN / "uvicorn", f"{name}:app", "--port", str(free_port())]
+    env = {"STORE_DSN": mom.conninfo, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = run(command, cwd=tmp_path, env=env, tracebacks=True)
+    assert done.returncode not in (0, None)
+    assert "no subscription 'billing'" in done.stderr
 
 
 @pytest.mark.full

@@ -68,6 +68,48 @@ def many(count: int) -> list[Message]:
 # Through each kind of connection
 
 
+@pytest.mark.parametrize("count", [1, 2, 150])
+@pytest.mark.parametrize("way", ["psycopg", "SQLAlchemy", "asyncio"])
+def test_a_key_may_be_an_integer_or_a_uuid_however_many_are_sent_and_by_whatever(
+    app: Dsn, engine: sa.Engine, outbox: Outbox, way: str, count: int
+) -> None:
+    given: list[str | int | UUID] = [7, UUID(int=7), "7"]
+    messages = [Message(service="billing", body=b"", key=key) for key in given * count]
+
+    async def send() -> None:
+        async with await psycopg.AsyncConnection.connect(app.conninfo) as connection:
+            await outbox.asend(connection, "billing", b"", key=given[0])
+            await outbox.asend_many(connection, messages)
+
+    if way == "asyncio":
+        asyncio.run(send())
+    elif way == "psycopg":
+        with app.connect(role="test") as connection:
+            outbox.send(connection, "billing", b"", key=given[0])
+            outbox.send_many(connection, messages)
+    else:
+        with engine.begin() as sqlalchemy_connection:
+            outbox.send(sqlalchemy_connection, "billing", b"", key=given[0])
+            outbox.send_many(sqlalchemy_connection, messages)
+    assert keys(app) == ["7", *["7", "00000000-0000-0000-0000-000000000007", "7"] * count]
+    with app.connect(role="test") as connection:
+        shards = connection.execute("SELECT DISTINCT key, shard FROM saf.outbox").fetchall()
+    assert len(shards) == 2, "equal texts are one key, in one shard"
+
+
+def test_of_many_messages_the_key_of_another_type_is_named_and_nothing_is_written(
+    app: Dsn, outbox: Outbox
+) -> None:
+    key: Any = 7.5
+    messages = [*many(200), Message(service="billing", body=b"", key=key)]
+    with (
+        app.connect(role="test") as connection,
+        pytest.raises(InvalidMessage, match=r"messages\[200\]\.key: .*int or UUID, got float 7\.5"),
+    ):
+        outbox.send_many(connection, messages)
+    assert keys(app) == []
+
+
 def test_a_psycopg_connection_sends_every_field(app: Dsn, outbox: Outbox) -> None:
     broker = uuid4()
     with app.connect(role="test") as connection:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
+from uuid import UUID, uuid4
 
 import psycopg
 import pytest
@@ -21,7 +22,7 @@ import saf
 from saf.broker import services
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn, fetch
-from saf.errors import MissingExtra, UsageError
+from saf.errors import InvalidMessage, MissingExtra, UsageError
 from saf.setaside.parking import BLOCKED
 from saf.testing import Clock, Copies, Database, Drain, DrainFailed, Sent
 from saf.testing.clock import MOVED, let_time_pass
@@ -283,6 +284,27 @@ def test_a_body_that_says_nothing_of_its_type_is_json_text_or_bytes(database: Da
             )
     for wanted in ({"order": "A-1"}, "hello", b"\xff"):
         Sent(database).one(body=wanted)
+
+
+def test_a_key_is_looked_for_by_its_text_whatever_its_type(database: Database) -> None:
+    sent = Sent(database)
+    order = uuid4()
+    send(database, "a", key=7)
+    send(database, "b", key=order)
+    wanted: list[tuple[str | int | UUID, str]] = [
+        (7, "a"),
+        ("7", "a"),
+        (order, "b"),
+        (str(order), "b"),
+    ]
+    for key, body in wanted:
+        assert sent.one(key=key).text() == body
+    with pytest.raises(AssertionError, match=r"with key=8; none of the 2"):
+        sent.one(key=8)
+    wrong: Any = 7.0
+    for look in (sent.one, sent.none, sent.all):
+        with pytest.raises(InvalidMessage, match=r"key: expected str, int or UUID, got float 7\.0"):
+            look(key=wrong)
 
 
 def test_what_a_message_does_not_have_cannot_be_asked_for(database: Database) -> None:

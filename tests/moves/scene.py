@@ -227,7 +227,8 @@ def scene(site: Site, part: Part, folder: Path, home: Home | None = None) -> Ite
         if home is not None:
             made.old = running.enter_context(home())
             made.each(lambda broker: made.old.create_database(broker.database))
-            made.each(migrate)
+            for name in made.moving:
+                migrate(made.brokers[name])
         with connect(made.brokers["store"]) as store:
             create_service(store, KNOWN)
             store.execute(HANDLED)

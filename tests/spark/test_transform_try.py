@@ -22,6 +22,7 @@ VALUES ('billing', 'k', '{"a": 1}', convert_to(E'a\nb', 'UTF8')) RETURNING messa
 
 def tried(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     done = saf("transform", "try", *arguments, "--json", cwd=folder, env={"PYTHONPATH": str(ROOT)})
+    assert ("starting Spark …" in done.stderr) == bool(done.stdout)
     return done.returncode, json.loads(done.stdout or "{}") or {"error": done.stderr}
 
 

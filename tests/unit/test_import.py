@@ -83,3 +83,25 @@ def test_a_client_of_a_lakehouse_is_imported_where_it_is_used_and_a_driver_needs
 )
 def test_a_driver_an_application_and_a_client_of_a_queue_need_no_arrow(module: str) -> None:
     assert fresh_import(module)[1] & {"pyarrow", "pandas"} == set()
+
+
+WITHOUT = """
+import sys
+for package in {packages!r}:
+    sys.modules[package] = None
+import saf_demo.forwarding, saf_demo.kinds, saf_demo.trade, saf_demo.webhooks
+"""
+OTHERS = (
+    *("aiohttp", "confluent_kafka", "cryptography", "deltalake", "httpcore2", "jinja2"),
+    *("jsonschema", "matplotlib", "nats", "opentelemetry", "pika", "prometheus_client"),
+    *("pyiceberg", "redis", "starlette", "uvicorn", "uvloop", "zeep"),
+)
+"""Packages of extras that the demo's own extra does not have."""
+
+
+def test_the_demo_needs_no_package_of_another_extra() -> None:
+    code = WITHOUT.format(packages=OTHERS)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

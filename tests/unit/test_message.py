@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
+from enum import IntEnum
 from typing import Any
 from uuid import UUID
 
@@ -32,6 +34,10 @@ JSON = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(TEXT, inner),
     max_leaves=10,
 )
+
+
+class Order(IntEnum):
+    FIRST = 1
 
 
 def names_differ(given_headers: Mapping[str, object]) -> bool:
@@ -115,6 +121,44 @@ def test_the_fields_arrive_in_their_columns() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "stored"),
+    [
+        ("A-1", "A-1"),
+        (7, "7"),
+        (-7, "-7"),
+        (0, "0"),
+        (2**63, "9223372036854775808"),
+        (10**1023, "1" + "0" * 1023),
+        (Order.FIRST, "1"),
+        (UUID("12345678-1234-5678-1234-567812345678"), "12345678-1234-5678-1234-567812345678"),
+        (None, None),
+    ],
+)
+def test_a_key_is_text_an_integer_or_a_uuid_and_is_stored_as_its_text(
+    key: Any, stored: str | None
+) -> None:
+    assert encoded(key=key).key == stored
+
+
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        (True, "expected str, int or UUID, got bool True"),
+        (7.0, "expected str, int or UUID, got float 7.0"),
+        (Decimal("7"), "expected str, int or UUID, got Decimal Decimal('7')"),
+        (b"A-1", "expected str, int or UUID, got bytes b'A-1'"),
+        ((1, 2), "expected str, int or UUID, got tuple (1, 2)"),
+        (10**1024, "1,025 bytes are more than 1,024"),
+        pytest.param(10**5000, "its digits are more than 1,024 bytes", id="huge"),
+    ],
+)
+def test_a_key_of_another_type_is_refused_with_its_value(key: Any, problem: str) -> None:
+    with pytest.raises(InvalidMessage) as error:
+        encoded(key=key)
+    assert (error.value.field, error.value.problem) == ("key", problem)
+
+
 def test_the_longest_names_and_keys_are_accepted() -> None:
     row = encoded(service="s" * MAX_NAME, key="ü" * (MAX_KEY // 2), message_type="t" * MAX_NAME)
     assert len(row.to_service) == 255
@@ -138,7 +182,7 @@ def test_a_body_of_exactly_max_bytes_is_accepted() -> None:
         ({"key": "k" * 1025}, "key", "1,025 bytes are more than 1,024"),
         ({"key": "a\0b"}, "key", "NUL"),
         ({"key": "\udfff"}, "key", "surrogate"),
-        ({"key": 7}, "key", "expected str, got int"),
+        ({"key": b"7"}, "key", "expected str, int or UUID, got bytes"),
         ({"message_type": ""}, "message_type", "is empty; if it does not exist, pass None"),
         ({"message_type": "t" * 256}, "message_type", "256 bytes"),
         ({"message_type": "\0"}, "message_type", "NUL"),

@@ -85,7 +85,12 @@ class WorkerCommand(BaseCommand):
                 push=options["metrics_push"],
                 job=f"saf-worker-{name}",
             ):
-                cli.run(worker, drain=options["drain"], stop_timeout=options["stop_timeout"])
+                cli.run(
+                    f"manage.py {name}",
+                    worker,
+                    drain=options["drain"],
+                    stop_timeout=options["stop_timeout"],
+                )
         except SafError as error:
             raise CommandError(str(error), returncode=error.exit_code) from None
         except typer.Exit as end:

@@ -96,8 +96,11 @@ def examine(
     *,
     limits: Limits = Limits(),  # noqa: B008 - frozen
     clock: Callable[[], float] = time.time,
+    watch: Callable[[str], object] = str,
 ) -> list[Finding]:
     """Run all checks of every broker and destination. Reads only.
+
+    ``watch`` is called with each place before its checks.
 
     A database that does not answer is a finding of the check `REACHABLE`; one that rejects the
     login, of the check `LOGIN`.
@@ -114,6 +117,7 @@ def examine(
     with ExitStack() as stack:
         for kind, name, dsn, checks in databases:
             where = f"{kind} {name!r}"
+            watch(where)
             try:
                 connection = stack.enter_context(dsn.connect(role="doctor", autocommit=True))
             except Unavailable as error:
@@ -132,8 +136,8 @@ def examine(
         places = [
             (patient.where, patient.name, item) for patient in patients for item in _place(patient)
         ]
-    fleets = [*_fleets(config, limits, clock, places)]
-    return [*found, *_elsewhere(config), *fleets, *_copies(places)]
+    fleets = [*_fleets(config, limits, clock, places, watch)]
+    return [*found, *_elsewhere(config, watch), *fleets, *_copies(places)]
 
 
 def _of_source(config: Settings) -> tuple[Check, ...]:
@@ -149,12 +153,13 @@ def _of_source(config: Settings) -> tuple[Check, ...]:
     return (*BROKER, *(check(config) for check in by_config))
 
 
-def _elsewhere(config: Settings) -> Iterator[Finding]:
+def _elsewhere(config: Settings, watch: Callable[[str], object]) -> Iterator[Finding]:
     """Yield findings of the kinds themselves about destinations that are not brokers."""
     for name, destination in config.destinations.items():
         if destination.broker() is not None:
             continue
         where = f"destination {name!r}"
+        watch(where)
         try:
             problems = [*destination.problems(name)]
             more = destination.guarantee(name).more
@@ -228,6 +233,7 @@ def _fleets(
     limits: Limits,
     clock: Callable[[], float],
     places: list[tuple[str, str, Place]],
+    watch: Callable[[str], object],
 ) -> Iterator[Finding]:
     """Examine the brokers of fleets one by one: they may be too many for simultaneous connections.
 
@@ -242,8 +248,9 @@ def _fleets(
             to_do = "fix its row or its query; the other members are forwarded"
             yield Finding(check="fleet", where=where, severity="error", what=str(error), cure=to_do)
     yield from _missing(config, listing)
-    for name, member in listing.brokers.items():
+    for number, (name, member) in enumerate(listing.brokers.items(), 1):
         where = f"broker {name!r}"
+        watch(f"{where}, {number:,} of {len(listing.brokers):,} in fleets")
         try:
             with member.dsn.connect(role="doctor", autocommit=True) as connection:
                 patient = Patient(

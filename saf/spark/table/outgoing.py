@@ -2,7 +2,8 @@
 
 The columns match the arguments of `saf.Outbox.send`; ``service`` and ``body`` are required:
 
-    service, key, message_type, from_service, to_broker    string
+    service, message_type, from_service, to_broker    string
+    key                        string; or an integer, which becomes its digits
     body                       binary; or string, which becomes a text in UTF-8
     headers                    map<string,string>; or string, a JSON object
     deliver_at, expires_at     timestamp
@@ -26,7 +27,10 @@ import pyarrow.compute as pc
 from pyspark.sql.types import (
     BinaryType,
     DataType,
+    IntegerType,
+    LongType,
     MapType,
+    ShortType,
     StringType,
     StructType,
     TimestampType,
@@ -54,6 +58,7 @@ TEXTS = {"service": MAX_NAME, "key": MAX_KEY, "message_type": MAX_NAME, "from_se
 TIMES = ("deliver_at", "expires_at")
 TYPES: dict[str, tuple[DataType, ...]] = {
     **dict.fromkeys(TEXTS, (StringType(),)),
+    "key": (StringType(), LongType(), IntegerType(), ShortType()),
     "to_broker": (StringType(),),
     "body": (BinaryType(), StringType()),
     "headers": (MapType(StringType(), StringType()), StringType()),
@@ -135,12 +140,14 @@ def _as_if_in_time(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _small(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return rows with 32-bit lengths; a setting of Spark makes them 64-bit."""
+    """Return rows with texts as keys, and 32-bit lengths; a setting of Spark makes them 64-bit."""
     small = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
     columns = {
         name: column.cast(small[column.type]) if column.type in small else column
         for name, column in zip(rows.schema.names, rows.columns, strict=True)
     }
+    if "key" in columns:
+        columns["key"] = columns["key"].cast(pa.string())
     return pa.RecordBatch.from_pydict(columns)
 
 

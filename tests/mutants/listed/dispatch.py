@@ -102,8 +102,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the list of endpoints shows none where one is wrong",
         "saf/cli/endpoint.py",
-        "    rows, problems = [], found.problems\n",
-        "    rows, problems = [], found.problems\n    if problems:\n        raise problems[0]\n",
+        "        problems = found.problems\n",
+        "        problems = found.problems\n        if problems:\n            raise problems[0]\n",
         f"{COMMANDS}::test_an_endpoint_or_broker_at_fault_holds_up_no_other_endpoint",
     ),
     mutant(

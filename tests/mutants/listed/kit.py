@@ -9,7 +9,59 @@ KIT, PROOF = "integration/test_testing.py", "saf_demo/proof.py"
 PROVES = "integration/test_demo.py::test_the_proof_notices_what_it_is_there_for"
 LISTING, CODES = "saf/cli/console.py", "saf/cli/console.py"
 
+ALIVE, ALIVES = "saf/cli/alive.py", "integration/test_alive.py"
+BESIDE, BESIDES = "saf/receiving/worker.py", "contract/test_beside.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "a process that works is idle",
+        ALIVE,
+        "self._since, self._shown = now, 0",
+        "self._shown = 0",
+        f"{ALIVES}::test_a_message_begins_the_idle_time_again",
+    ),
+    mutant(
+        "a loop whose source does not answer is idle",
+        "saf/forwarding/forwarder.py",
+        "if worked or self.roster.all_well:",
+        "if True:",
+        f"{ALIVES}::test_a_loop_whose_source_does_not_answer_is_not_idle",
+    ),
+    mutant(
+        "the broker that is waited for is not named",
+        "saf/cli/brokers.py",
+        "left = [name for name, job in jobs.items() if not job.done()]",
+        "left = []",
+        f"{ALIVES}::test_a_command_that_takes_long_shows_which_brokers_it_waits_for",
+    ),
+    mutant(
+        "a worker beside an application outlives its block",
+        BESIDE,
+        "if not task.done():\n                self.stop()",
+        "if task.done():\n                self.stop()",
+        f"{BESIDES}::test_it_receives_while_the_block_runs_and_not_after_it",
+    ),
+    mutant(
+        "an application begins without its worker",
+        BESIDE,
+        "if task.done():\n                task.result()",
+        "if False:\n                task.result()",
+        f"{BESIDES}::test_a_worker_that_cannot_receive_keeps_the_block_from_beginning",
+    ),
+    mutant(
+        "a handler without parentheses is registered for nothing",
+        BESIDE,
+        "self._handlers.add(None, given, batch=batch)",
+        "pass",
+        "unit/test_decorators.py",
+    ),
+    mutant(
+        "True is a key",
+        "saf/message.py",
+        "if isinstance(key, int) and not isinstance(key, bool):",
+        "if isinstance(key, int):",
+        "unit/test_message.py::test_a_key_of_another_type_is_refused_with_its_value",
+    ),
     mutant(
         "time goes back",
         CLOCK,

@@ -94,9 +94,9 @@ MUTANTS: list[Mutant] = [
     mutant(
         "Ctrl-C waits for what a database has in hand",
         "saf/cli/brokers.py",
-        "{name: partial(action, name, broker) for name, broker in self.brokers.items()}",
+        "{name: partial(one, name) for name in self.brokers}",
         "{name: __import__('concurrent.futures').futures.ThreadPoolExecutor(1)"
-        ".submit(action, name, broker).result for name, broker in self.brokers.items()}",
+        ".submit(one, name).result for name in self.brokers}",
         "contract/test_replay.py::test_ctrl_c_ends_a_replay_that_waits_for_another_one",
     ),
     mutant(
