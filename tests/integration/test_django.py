@@ -333,24 +333,3 @@ def test_a_users_mistake_is_a_sentence_with_an_exit_code(
     migrated_project: Project, arguments: list[str], why: str
 ) -> None:
     assert why in migrated_project.manage(*arguments, code=2).stderr
-
-
-# Types
-
-
-def test_djangos_connection_passes_a_strict_type_checker(tmp_path: Path) -> None:
-    (tmp_path / "place.py").write_text(
-        "from django.db import connection, connections, transaction\n\n"
-        "import saf\n\n"
-        "outbox = saf.Outbox()\n"
-        'worker = saf.Worker(connection, "billing")\n\n\n'
-        "def place() -> None:\n"
-        "    with transaction.atomic():\n"
-        '        outbox.send(connection, "billing", {})\n'
-        '        outbox.send(connections["other"], "billing", {})\n\n\n'
-        'outbox.send(5, "billing", {})\n'
-    )
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "place.py"]
-    done = run(command, cwd=tmp_path, env={"MYPYPATH": str(ROOT)}, timeout=PATIENCE)
-    (error, _) = done.stdout.splitlines()
-    assert error.startswith('place.py:14: error: Argument 1 to "send" of "Outbox" has')
