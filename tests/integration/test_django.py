@@ -301,7 +301,8 @@ def test_a_worker_handles_messages_until_it_is_told_to_stop(
     assert worker.returncode == 0, complaints
     assert "Traceback" not in output + complaints
     if (number, processes) != (signal.SIGINT, "2"):  # two signals for each: from here, and above it
-        assert output.count("handled") == int(processes)
+        # a process that is told before it has begun has no summary
+        assert 1 <= output.count("handled") <= int(processes)
 
 
 def test_a_worker_receives_from_the_database_of_an_alias(migrated_project: Project) -> None:
