@@ -32,7 +32,7 @@ from saf.database.queries import Page, number_at, page_of
 from saf.limits import HEADERS_READABLE
 from saf.log import shards
 from saf.setaside.dead import SHOWN
-from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
+from saf.setaside.lane import BROKER, SAME_LANE, WAITS_FOR, Kind, Lane
 
 Row = TypeVar("Row")
 
@@ -316,7 +316,7 @@ class ParkedMessage(SetAside):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as a dict for JSON."""
-        plain = super().as_dict() | {"free": self.stays is None}
+        plain = super().as_dict() | {"free": self.stays is None, "waits_for": self.lane.waits_for}
         broker = plain.pop("broker", None)
         # must not be mistaken for the broker that it is parked at
         return plain if broker is None else {**plain, "to_broker": broker}
@@ -353,6 +353,8 @@ class ParkedMessages(Selection[ParkedMessage]):
 
     lane: str | None = None
     """The kind of their lanes; see `saf.setaside.lane.Kind`."""
+    waits_for: str | None = None
+    """What they wait for; see `saf.setaside.lane.WaitsFor`."""
     subject: str | None = None
 
     WORD = "parked message"
@@ -362,8 +364,9 @@ class ParkedMessages(Selection[ParkedMessage]):
     NUMBER, SINCE = "parked_id", "parked_at"
     COLUMNS = f"""kind, subject, {BROKER}, p.created_at,
        (SELECT b.error FROM saf.backoff b WHERE {SAME_LANE}) AS error"""
-    CRITERIA = """
+    CRITERIA = f"""
   AND (%(lane)s::text IS NULL OR kind = %(lane)s)
+  AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)"""
     STAYS = f"""
 CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'

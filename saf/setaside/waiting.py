@@ -21,7 +21,7 @@ from pydantic import Field, StringConstraints, TypeAdapter
 from saf.database import fetch
 from saf.database.queries import Page, foreign, page_of
 from saf.setaside.audit import audit
-from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Kind
+from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, WAITS_FOR, Kind
 from saf.setaside.parking import BLOCKED, Backoff
 
 
@@ -45,7 +45,12 @@ class Parked(Backoff):
         # must not be mistaken for the broker that the lane is in
         plain = asdict(self)
         broker = plain.pop("broker")
-        return {**plain, **moments, "to_broker": broker and str(broker)}
+        return {
+            **plain,
+            **moments,
+            "waits_for": self.waits_for,
+            "to_broker": broker and str(broker),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,8 @@ class Lanes:
     destination: str | None = None
     lane: str | None = None
     """The kind of the lanes; see `saf.setaside.lane.Kind`."""
+    waits_for: str | None = None
+    """What their messages wait for; see `saf.setaside.lane.WaitsFor`."""
     subject: str | None = None
 
 
@@ -127,6 +134,7 @@ FROM (SELECT * FROM (
           WHERE (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
             AND (%(destination)s::text IS NULL OR w.destination = %(destination)s)
             AND (%(lane)s::text IS NULL OR w.kind = %(lane)s)
+            AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
             AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)) AS every
       WHERE %(after)s::text[] IS NULL OR ({PLACE})
             > ({", ".join(f"(%(after)s::text[])[{n}]::{t}" for n, t in enumerate(PLACE_TYPES, 1))})
@@ -138,9 +146,10 @@ SELECT count(*) FROM saf.parked JOIN saf.subscription USING (subscription_id)
 WHERE %(subscription)s::text IS NULL OR name = %(subscription)s
 """
 
-OF_LANES = """
+OF_LANES = f"""
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
   AND (%(lane)s::text IS NULL OR kind = %(lane)s)
+  AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)
   AND (%(subscription)s::text IS NULL OR subscription_id IN (
       SELECT subscription_id FROM saf.subscription WHERE name = %(subscription)s))
