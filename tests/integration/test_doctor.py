@@ -518,7 +518,7 @@ def test_a_service_that_the_store_does_not_know_is_found_at_the_first_attempt(
     forward(app, mom=mom)
     severity, what, cure = at_first(app, mom)
     assert severity == "error"
-    assert "knows no service 'biling'" in what
+    assert "has no service 'biling'" in what
     create, _, otherwise = cure.partition("; or, ")
     assert create == "saf service create biling --broker mom"
     assert "(did you mean 'billing'?)" in otherwise

@@ -109,7 +109,7 @@ WHOLE = {
     ("dead", "list"): [SERVICE, KEY, "rejected", "mom rejects messages"],
     ("dead", "audit"): ["discard", "mom rejects messages"],
     ("contract", "list"): [CONTRACT, "initiator"],
-    ("parked", "list"): ["billing", "knows no service"],
+    ("parked", "list"): ["billing", "has no service"],
     ("route", "list"): [SERVICE, "since the move to the new hall"],
     ("route", "explain", SERVICE): [SERVICE, "yes"],
     ("topic", "list"): [f"{SERVICE}/prices", *DESTINATIONS],
@@ -129,7 +129,7 @@ WHOLE = {
     ("broker", "list"): ["mom", "destination", "64"],
     ("outbox", "list"): [SERVICE, KEY, "forwarded"],
     ("outbox", "show", "1"): [SERVICE, KEY, "rejected"],
-    ("forward", "--explain"): [SERVICE, "knows no service"],
+    ("forward", "--explain"): [SERVICE, "has no service"],
 }
 SEVERAL_TABLES = {
     *(("status",), ("status", "--shards"), ("reconcile",), ("doctor",)),

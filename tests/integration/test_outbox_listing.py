@@ -53,7 +53,7 @@ def test_each_message_is_listed_in_its_state_in_the_order_of_transactions(config
     states = ["parked", "dead", "forwarded", "pending", "pending"]
     assert [row["state"] for row in rows] == states
     assert [row["id"] for row in rows] == sorted(row["id"] for row in rows)
-    assert (rows[0]["destination"], "knows no service" in rows[0]["error"]) == ("mom", True)
+    assert (rows[0]["destination"], "has no service" in rows[0]["error"]) == ("mom", True)
     assert rows[1]["error"] == "rejected: it is blue"
     for state in set(states):
         assert {row["state"] for row in listed(config, "--state", state)} == {state}

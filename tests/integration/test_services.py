@@ -64,7 +64,7 @@ def test_a_message_for_an_unknown_service_waits_at_its_source_until_it_is_create
         forward(app, mom=mom)
         assert bodies(mom) == []
         ((error,),) = connection.execute("SELECT error FROM saf.backoff").fetchall()
-        assert "knows no service 'billing'" in error
+        assert "has no service 'billing'" in error
         services.create_service(store, "billing")
     let_time_pass(app)
     forward(app, mom=mom)
