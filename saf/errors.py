@@ -733,7 +733,7 @@ class Behind(SafError):
         lower: object = None,
     ) -> None:
         last = f"since a batch of {since.isoformat()}" if since else "or never had any"
-        example = f", such as: {lower}" if lower else ""
+        example = f", for example: {lower}" if lower else ""
         super().__init__(
             f"{where} has lost messages that it acknowledged of {in_words(shards)}, "
             f"{last}{example}. It seems to be restored from a backup. Nothing was written. "

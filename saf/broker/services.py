@@ -124,6 +124,11 @@ class Subscription:
     created_at: datetime
 
 
+def service_names(connection: psycopg.Connection[Any]) -> list[str]:
+    """Return the names of a broker's services. If it has none, it takes messages for any."""
+    return [name for (name,) in fetch(connection, "SELECT name FROM saf.service ORDER BY name")]
+
+
 def services(connection: psycopg.Connection[Any]) -> list[Service]:
     """Return the services of a broker, by name."""
     with psycopg.Cursor(connection, row_factory=class_row(Service)) as cursor:

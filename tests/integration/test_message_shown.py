@@ -108,7 +108,7 @@ def test_attempts_at_what_is_parked_are_told_where_it_is_sent_and_where_it_is_re
     (aside,) = asked(config, message_id)["mom"]["set_aside"]
     assert (aside["state"], aside["lane"], aside["subscription"]) == (
         "parked",
-        "key 'k'",
+        "handler for key 'k'",
         "billing",
     )
     assert aside["attempts"] >= 1

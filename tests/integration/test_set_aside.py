@@ -99,7 +99,7 @@ def test_every_lane_is_listed_also_a_receivers_behind_those_of_the_forwarder(
     assert (later["kind"], later["subject"], later["messages"]) == ("later", "A-1", 1)
     assert "nothing in saf.backoff says" in later["error"], "nobody would try it"
     said = saf("parked", "list", "--subscription", "reader", "--config", config).stdout
-    assert "shop 1 key 'A-1' reader 0 now it fails" in " ".join(said.split())
+    assert "shop 1 handler for key 'A-1' reader 0 now it fails" in " ".join(said.split())
 
 
 @pytest.mark.usefixtures("aside")
