@@ -32,6 +32,7 @@ HEADER = (
 
 CHANGES = Table[Change](
     *("to do", "what"),
+    things="changes",
     below="with",
     cells=lambda change: (
         change.action, change.table.described(change.key), "; ".join(change.details())

@@ -23,6 +23,7 @@ fleets = Commands(help="Members of fleets, and which are missing.")
 
 BROKERS = Table[tuple[list[str], Identity]](
     *("broker_id", "used as", "database", "shards", "schema", "PostgreSQL"),
+    things="brokers",
     cells=lambda row: (
         str(row[1].broker_id), " and ".join(row[0]), row[1].database, str(row[1].shards),
         row[1].schema, row[1].postgresql,
@@ -31,6 +32,7 @@ BROKERS = Table[tuple[list[str], Identity]](
 )  # fmt: skip
 MEMBERS = Table[Member](
     *("member", "broker_id", "missing since"),
+    things="known members of fleets",
     cells=lambda member: (
         member.name, str(member.broker_id or ""), member.missing_since or ""
     ),

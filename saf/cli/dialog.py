@@ -47,6 +47,7 @@ Text = Annotated[str, typer.Option(help="Text of the error for the other end.")]
 
 SIDES = Table[Conversation](
     *("handle", "state", "service", "with", "sent", "received"),
+    things="conversations",
     below="error",
     cells=lambda row: (
         str(row.handle), row.state, row.service, row.far_service, str(row.send_sequence),
@@ -56,6 +57,7 @@ SIDES = Table[Conversation](
 
 EXCHANGED = Table[Spoken](
     *("log", "when", "number", "from", "type", "bytes"),
+    things="messages of the conversation",
     cells=lambda row: (
         row.log, at(row.at), "" if row.sequence is None else str(row.sequence),
         row.from_service or "", row.message_type or "", f"{row.bytes:,}",
@@ -207,6 +209,7 @@ File = Annotated[
 
 TYPES = Table[dict[str, object]](
     *("contract", "version", "type", "its version", "sent by", "validation"),
+    things="contracts",
     cells=lambda row: [*map(str, row.values())],
     plain=dict,
 )

@@ -54,6 +54,7 @@ app = Commands(help="Endpoints: where `saf dispatch` sends messages.")
 
 ENDPOINTS = Table[dict[str, Any]](
     *("endpoint", "subscription", "url", "state", "next probe"),
+    things="endpoints",
     below="error",
     cells=lambda row: (
         row["endpoint"], row["subscription"], row["url"],
@@ -63,6 +64,7 @@ ENDPOINTS = Table[dict[str, Any]](
 )  # fmt: skip
 ATTEMPTS = Table[Attempt](
     *("at", "message", "key", "status", "seconds", "outcome"),
+    things="failed attempts",
     below="error",
     cells=lambda attempt: (
         _moment(attempt.at), str(attempt.message_id), attempt.key or "",

@@ -143,6 +143,7 @@ def explain(settings: Settings, *, as_json: bool) -> None:
 
 GOING = Table[tuple[Forecast, Going]](
     *("messages", "service", "to broker", "goes to", "oldest"),
+    things="pending messages",
     below="how",
     cells=lambda row: (
         f"{'' if row[0].exact else 'about '}{row[1].messages:,}", row[1].service,
@@ -150,7 +151,9 @@ GOING = Table[tuple[Forecast, Going]](
         at(row[1].oldest) if row[1].oldest else "", row[1].way.how,
     ),
 )  # fmt: skip
-BY_ROUTE = Table[tuple[str, int]]("messages", "route", cells=lambda row: (f"{row[1]:,}", row[0]))
+BY_ROUTE = Table[tuple[str, int]](
+    "messages", "route", things="routes", cells=lambda row: (f"{row[1]:,}", row[0])
+)
 
 
 def run(

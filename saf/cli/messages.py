@@ -56,6 +56,7 @@ Key = Annotated[
 
 SENT = Table[Sent](
     *("id", "message id", "state", "service", "key", "type", "bytes", "created"),
+    things="messages in the outbox",
     below="waits for",
     cells=lambda row: (
         str(row.id), str(row.message_id), row.state, row.service, row.key or "",
@@ -212,6 +213,7 @@ inboxes = Commands(help="Messages that are stored and not yet handled.")
 
 SUBSCRIPTIONS = Table[SubscriptionStatus](
     *("subscription", "unread", "lag", "parked", "keys", "dead letters"),
+    things="subscriptions",
     cells=lambda row: (
         row.subscription, f"{row.unread:,}",
         "-" if row.lag_seconds is None else f"{row.lag_seconds:,.0f} s",
@@ -220,6 +222,7 @@ SUBSCRIPTIONS = Table[SubscriptionStatus](
 )  # fmt: skip
 STORED = Table[Peeked](
     *("id", "message id", "service", "key", "type", "bytes", "received"),
+    things="unread messages",
     below="last answer",
     cells=lambda row: (
         str(row.id), str(row.message_id), row.service, row.key or "", row.message_type or "",
@@ -381,4 +384,6 @@ def _history(stay: Stay) -> Iterator[tuple[str, ...]]:
         yield at(decided.audit_at), decided.action, decided.person or decided.who, decided.why
 
 
-HISTORY = Table[tuple[str, ...]]("when", "what", "by", below="why", cells=lambda cells: cells)
+HISTORY = Table[tuple[str, ...]](
+    "when", "what", "by", things="traces of the message", below="why", cells=lambda cells: cells
+)

@@ -123,5 +123,8 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, ...]]:
 
 
 SLOTS = Table[tuple[str, ...]](
-    *("log", "slot", "state", "messages"), below="why", cells=lambda cells: cells
+    *("log", "slot", "state", "messages"),
+    things="slots to purge",
+    below="why",
+    cells=lambda cells: cells,
 )

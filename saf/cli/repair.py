@@ -117,6 +117,7 @@ def _sum(outcome: Outcome, figure: str) -> int:
 
 OUTCOMES = Table[Outcome](
     *("complete", "set aside", "pending", "stored", "in flight", "lost", "duplicate", "unexpected"),
+    things="compared sources",
     cells=lambda outcome: (
         *(f"{_sum(outcome, figure):,}" for figure in FIGURES),
         *(f"{outcome.counts.get(kind, 0):,}" for kind in ("in_flight", *KINDS[:3])),
@@ -124,6 +125,7 @@ OUTCOMES = Table[Outcome](
 )
 DIFFERENCES = Table[Difference](
     *("difference", "message id", "service", "key", "shard", "created"),
+    things="differences",
     below="where",
     cells=lambda row: (
         row.kind, str(row.message_id), row.service, row.key or "", str(row.shard),

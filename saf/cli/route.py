@@ -56,6 +56,7 @@ Topic = Annotated[str, typer.Argument(metavar="NAME", help="Name of the service.
 
 TOPICS = Table[tuple[str, list[str]]](
     "topic",
+    things="topics",
     below="destinations",
     cells=lambda row: (row[0], ", ".join(row[1]) or "none"),
     plain=lambda row: {"topic": row[0], "destinations": row[1]},
@@ -300,12 +301,14 @@ def _cells(row: tuple[Configured, Configuration]) -> Sequence[str]:
 
 ROUTES = Table[tuple[Configured, Configuration]](
     *("service", "to broker", "destination", "quality", "until", "state", "from"),
+    things="routes",
     below="comment",
     cells=_cells,
     plain=lambda row: {**as_dict(row[0]), "state": state(*row)},
 )
 VERDICTS = Table[Verdict](
     *("taken", "route", "from"),
+    things="routes",
     below="why",
     cells=lambda verdict: (
         "yes" if verdict.takes else "no", describe(verdict.route.route), verdict.route.origin,

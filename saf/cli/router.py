@@ -268,6 +268,7 @@ def _done(service: str, done: str) -> str:
 
 ROUTERS = Table[ConfiguredRouter](
     *("service", "kind", "once per", "mode", "state", "from", "comment"),
+    things="routers",
     below="classifier",
     cells=lambda row: (
         row.router.service, row.router.kind, row.router.once_per, row.mode,

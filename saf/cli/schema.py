@@ -116,6 +116,7 @@ Role = Annotated[str, typer.Argument(metavar="ROLE", help="An existing role of t
 
 RULES = Table[senders.Sender](
     *("role", "from", "to"),
+    things="rules for senders",
     cells=lambda rule: (
         rule.role if rule.known else f"{rule.role} (no such role)",
         rule.from_service,

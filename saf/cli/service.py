@@ -25,6 +25,7 @@ Discard = Annotated[
 
 SERVICES = Table[services.Service](
     *("service", "subscriptions"),
+    things="services",
     cells=lambda row: (row.name, ", ".join(row.subscriptions)),
     plain=lambda row: {"service": row.name, "subscriptions": row.subscriptions},
 )
@@ -91,6 +92,7 @@ Subscription = Annotated[str, typer.Argument(metavar="NAME", help="Name of the s
 
 SUBSCRIPTIONS = Table[services.Subscription](
     *("subscription", "service"),
+    things="subscriptions",
     cells=lambda row: (row.name, row.service or "(all)"),
     plain=lambda row: {"subscription": row.name, "service": row.service},
 )

@@ -1,14 +1,17 @@
 """``saf parked`` and ``saf dead``: messages set aside, and operators' decisions about them.
 
-``saf parked`` shows why messages wait, e.g. for a destination, and until when: `lanes` by lane,
+``saf parked`` shows what messages wait for, e.g. a destination, and until when: `lanes` by lane,
 each with its next attempt, and `messages` one by one. `retry_now_` makes lanes due now. ``saf
 dead`` shows the messages that need an operator. The decisions are those of `saf.cli.decisions`.
-Their ``--dry-run`` counts parked messages, and lists dead letters.
+Their ``--dry-run`` counts parked messages, and lists dead letters. Without ``--broker``, all of
+them concern the sources and the stores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any
 
 import psycopg
@@ -20,9 +23,9 @@ from saf.cli.brokers import (
     After,
     AsJson,
     Before,
-    Brokers,
     Commands,
     DryRun,
+    Everywhere,
     Limit,
     Options,
     Round,
@@ -31,11 +34,11 @@ from saf.cli.brokers import (
 from saf.cli.console import Table, echo, ends, say_next, write
 from saf.cli.decisions import MOST, Key, Service, add_decisions, numbers, say_staying
 from saf.errors import UsageError
-from saf.operating.wording import at, counted
+from saf.operating.wording import at, counted, none_at
 from saf.setaside import audit, dead
 from saf.setaside.audit import Audited
 from saf.setaside.dead import REASONS
-from saf.setaside.lane import Kind
+from saf.setaside.lane import WaitsFor
 from saf.setaside.parking import BLOCKED
 from saf.setaside.selection import WHY, DeadLetter, DeadLetters, ParkedMessage, ParkedMessages
 from saf.setaside.waiting import (
@@ -48,38 +51,36 @@ from saf.setaside.waiting import (
     undecided,
 )
 
-parking = Commands(help="Messages that wait, and when they are tried next.")
+parking = Commands(help="Parked messages: what they wait for, and the next attempt.")
 
 
 LaneSubscription = Annotated[
     str | None, typer.Option(help="Only messages that this subscription set aside.")
 ]
-LaneDestination = Annotated[
-    str | None, typer.Option(help="Only messages that wait for this destination.")
+LaneDestination = Annotated[str | None, typer.Option(help="Only messages for this destination.")]
+LaneWaitsFor = Annotated[
+    WaitsFor | None,
+    typer.Option(
+        "--waits-for", help=f"Only messages that wait for: {', '.join(WaitsFor)}.", metavar="WHAT"
+    ),
 ]
-LaneKind = Annotated[Kind | None, typer.Option("--kind", help="Only lanes of this kind.")]
 Subject = Annotated[
-    str | None, typer.Option(help="Only the lane of this service, key, shard or conversation.")
+    str | None,
+    typer.Option(help="Only messages that wait for this service, key, shard or conversation."),
 ]
 
 
-def _lanes(*, kind: Kind | None, **criteria: Any) -> Lanes:
-    return Lanes(lane=kind, **criteria)
-
-
-def _parked_messages(
-    *, ids: list[int] | None, kind: Kind | None, **criteria: Any
-) -> ParkedMessages:
-    return ParkedMessages(numbers=ids or None, lane=kind, **criteria)
+def _parked_messages(*, ids: list[int] | None, **criteria: Any) -> ParkedMessages:
+    return ParkedMessages(numbers=ids or None, **criteria)
 
 
 OF_LANES = {
     "subscription": LaneSubscription,
     "destination": LaneDestination,
-    "kind": LaneKind,
+    "waits_for": LaneWaitsFor,
     "subject": Subject,
 }
-LANES = Options(OF_LANES, make=_lanes)
+LANES = Options(OF_LANES, make=Lanes)
 MESSAGES = Options(
     {
         "ids": numbers("saf parked messages"),
@@ -93,7 +94,8 @@ MESSAGES = Options(
 CountFirst = Annotated[bool, typer.Option("--dry-run", help="Count matches without changing them.")]
 
 BY_LANE = Table[Parked](
-    *("parked", "lane", "set aside by", "attempts", "next"),
+    *("parked", "waits for", "set aside by", "attempts", "next attempt"),
+    things="parked messages",
     below="error",
     cells=lambda lane: (
         f"{lane.messages:,}", str(lane.own), lane.subscription, str(lane.attempts), _next(lane),
@@ -101,7 +103,8 @@ BY_LANE = Table[Parked](
     ),
 )  # fmt: skip
 ONE_BY_ONE = Table[ParkedMessage](
-    *("number", "when", "lane", "set aside by", "service", "key", "bytes"),
+    *("number", "when", "waits for", "set aside by", "service", "key", "bytes"),
+    things="parked messages",
     below="error",
     cells=lambda row: (
         str(row.parked_id), at(row.parked_at), str(row.lane), row.subscription, row.service,
@@ -113,7 +116,7 @@ ONE_BY_ONE = Table[ParkedMessage](
 @parking.command("list")
 def lanes(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     limit: Annotated[
         int, typer.Option(min=1, max=MOST_ROWS, help="Lanes per broker, at most.")
     ] = 100,
@@ -121,10 +124,10 @@ def lanes(
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the lanes of parked messages.
+    """List parked messages by what they wait for, with the next attempt.
 
-    It shows the number of messages in each, why they wait, and the next attempt. If there are more
-    lanes than the limit, it shows those that block the most messages.
+    Each row is a lane: messages that wait for the same thing, in order. If there are more lanes
+    than the limit, it shows those that block the most messages.
     """
     place = place_at(after)
     round_.go_on(after)
@@ -133,7 +136,7 @@ def lanes(
     )
 
     def show() -> None:
-        BY_LANE.show(lanes)
+        BY_LANE.show(lanes, matching=criteria != Lanes())
         if after is None:
             show_how_many_more(lanes)
         say_next(lanes)
@@ -153,25 +156,25 @@ def show_how_many_more(lanes: Mapping[str, Waiting]) -> None:
 def _next(lane: Parked) -> str:
     """Return the time of a lane's next attempt, in words."""
     if lane.awaits_handler:
-        return "by a receiver that handles it"
-    if lane.kind == Kind.AHEAD:
-        return "when it has come"
+        return "once a worker handles its type"
+    if lane.waits_for is WaitsFor.CONVERSATION:
+        return "once the earlier message arrives"
     if lane.braked:
-        return "after retry-now"
+        return "after saf parked retry-now"
     if lane.next_attempt_at >= BLOCKED:
-        return "after a decision about a dead letter"
+        return "after a decision about its dead letter"
     return "now" if lane.due else at(lane.next_attempt_at)
 
 
 @parking.command("retry-now")
 def retry_now_(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     criteria: Annotated[Lanes, LANES],
     why: Why = "",
     as_json: AsJson = False,
 ) -> None:
-    """Let the next run retry parked messages without waiting longer.
+    """Retry parked messages at the next run, without waiting longer.
 
     The next run of the forwarder, or a receiver, retries them. A key that waits for your decision
     about its dead letter is counted, and still waits: see `saf dead`.
@@ -182,9 +185,14 @@ def retry_now_(
 
     def show() -> None:
         for name, (lanes, keys) in done.items():
-            more = f"{counted(keys, 'key')} more until you decide about a dead letter"
-            tried = f"{counted(lanes, 'lane')} to be tried by the next run"
-            echo(f"{name}: {tried}" + (f"; {more}" if keys else ""))
+            if lanes:
+                echo(f"{name}: {counted(lanes, 'lane')} due now, retried by the next run")
+            if keys:
+                wait = "waits" if keys == 1 else "wait"
+                echo(f"{name}: {counted(keys, 'key')} still {wait}: decide with `saf dead`")
+        if done and not any(chain.from_iterable(done.values())):
+            nothing = none_at("parked messages", done, matching=criteria != Lanes())
+            echo(f"{nothing} Nothing is retried.")
 
     done = round_.visit("parked", retry)
     due = {name: lanes for name, (lanes, _) in done.items()}
@@ -195,24 +203,22 @@ def retry_now_(
 @parking.command("messages")
 def messages(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     criteria: Annotated[ParkedMessages, MESSAGES],
     after: After = None,
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Show parked messages one by one.
-
-    Those that were parked first come first.
-    """
-    criteria = criteria.going_on(after)
+    """List parked messages one by one, those parked first at the top."""
     round_.go_on(after)
+    wanted = criteria.going_on(after)
     round_.show_pages(
         "parked",
-        lambda connection: criteria.page(connection, limit),
+        lambda connection: wanted.page(connection, limit),
         "parked",
         ONE_BY_ONE,
         as_json=as_json,
+        matching=criteria != ParkedMessages(),
     )
 
 
@@ -224,8 +230,11 @@ def _count(
     def show() -> None:
         for name, row in found.items():
             stay = f"; {counted(row.staying, 'other')} would stay" if row.staying else ""
-            echo(f"{name}: {counted(row.messages, 'parked message')}{stay}")
+            if row.messages or row.staying:
+                echo(f"{name}: {counted(row.messages, 'parked message')}{stay}")
             say_staying(row.stays)
+        if found and not any(row.messages or row.staying for row in found.values()):
+            echo(none_at("parked messages", found, matching=criteria != ParkedMessages()))
 
     counts = {name: {"messages": row.messages, "stay": row.staying, "why": dict(row.stays)}
               for name, row in found.items()}  # fmt: skip
@@ -238,19 +247,19 @@ add_decisions(
     MESSAGES,
     _count,
     CountFirst,
-    discard="""Give parked messages up for good.
+    discard="""Discard parked messages for good, after asking.
 
     Messages that a forwarder or a receiver has in hand stay; --dry-run shows which others stay, and
     why. A dialog that lacks one of the discarded messages fails at both ends.
     """,
-    redirect="""Send parked messages to another destination.
+    redirect="""Redirect parked messages to another destination.
 
     The forwarder delivers them, in order. Messages of receivers and of dialogs stay.
     """,
 )
 
 
-letters = Commands(help="Messages that need an operator's decision.")
+letters = Commands(help="Dead letters: messages that need an operator's decision.")
 
 
 Reason = Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONS)}.")]
@@ -286,6 +295,7 @@ CRITERIA = Options(
 
 LETTERS = Table[DeadLetter](
     *("number", "when", "subscription", "reason", "service", "key", "bytes"),
+    things="dead letters",
     below="error",
     cells=lambda row: (
         str(row.dead_letter_id), at(row.dead_letter_at), row.subscription, row.reason, row.service,
@@ -295,6 +305,7 @@ LETTERS = Table[DeadLetter](
 )  # fmt: skip
 AUDIT = Table[Audited](
     *("when", "who", "person", "action", "messages"),
+    things="decisions",
     below="why",
     cells=lambda row: (
         at(row.audit_at), row.who, row.person or "", row.action, f"{row.messages:,}", row.why
@@ -305,16 +316,16 @@ AUDIT = Table[Audited](
 @letters.command("list")
 def list_(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     criteria: Annotated[DeadLetters, CRITERIA],
     after: After = None,
     limit: Limit = 100,
     count: Annotated[bool, typer.Option("--count", help="Count without listing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show dead letters, oldest first."""
-    criteria = criteria.going_on(after)
+    """List dead letters, oldest first."""
     round_.go_on(after)
+    criteria = criteria.going_on(after)
     if count:
         _show_count(round_, criteria, as_json=as_json)
     else:
@@ -324,15 +335,12 @@ def list_(
 @letters.command("audit")
 def audit_(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     limit: Limit = 100,
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show operators' decisions about messages, the latest first.
-
-    Each decision has its reason.
-    """
+    """List operators' decisions about messages with their reasons, latest first."""
     before = audit.place_at(after)
     round_.go_on(after)
     round_.show_pages(
@@ -350,9 +358,9 @@ def show(
         int, typer.Argument(max=GREATEST, help="Number, as `saf dead list` shows it.")
     ],
     *,
-    round_: Brokers,
+    round_: Everywhere,
 ) -> None:
-    """Write the body of a dead letter to standard output.
+    """Show the body of a dead letter: write it to standard output.
 
     On a terminal, the body is shown as text.
     """
@@ -367,7 +375,7 @@ def show(
 def _show_count(round_: Round, criteria: DeadLetters, *, as_json: bool) -> None:
     found = round_.visit("dead", lambda connection: criteria.count(connection, MOST))
     counts = {name: row.messages for name, row in found.items()}
-    lines = (f"{name}: {counted(count, 'dead letter')}" for name, count in counts.items())
+    lines = [f"{name}: {counted(count, 'dead letter')}" for name, count in counts.items()]
     round_.say({"dead_letters": counts}, lines, as_json=as_json)
 
 
@@ -385,6 +393,7 @@ def _show_letters(
         "dead_letters",
         LETTERS,
         as_json=as_json,
+        matching=replace(criteria, after=None) != DeadLetters(),
     )
 
 
@@ -394,12 +403,12 @@ add_decisions(
     CRITERIA,
     _show_letters,
     DryRun,
-    retry="""Deliver dead letters again, in order.
+    retry="""Retry dead letters, in order.
 
     The forwarder or their receivers deliver them.
     """,
-    discard="Give dead letters up for good.",
-    redirect="""Deliver dead letters again, to another destination.
+    discard="Discard dead letters for good, after asking.",
+    redirect="""Redirect dead letters to another destination.
 
     The forwarder delivers them. Dead letters of receivers and of dialogs stay, and are counted.
     """,

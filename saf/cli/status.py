@@ -53,6 +53,7 @@ def status(
 
 OVERVIEW = Table[BrokerStatus](
     *("pending", "oldest", "parked", "dead letters"),
+    things="sources",
     below="shards and their owners",
     cells=lambda status: (
         f"{status.pending:,}", age(status.oldest_pending_seconds), f"{status.parked:,}",
@@ -61,6 +62,7 @@ OVERVIEW = Table[BrokerStatus](
 )  # fmt: skip
 DROPPED = Table[Dropped](
     *("dropped", "by", "reason", "the last at", "the last one"),
+    things="dropped messages",
     cells=lambda row: (
         f"{row.messages:,}", row.subscription, row.reason, at(row.last_at),
         str(row.last_message_id),
@@ -68,6 +70,7 @@ DROPPED = Table[Dropped](
 )  # fmt: skip
 STREAMS = Table[StreamStatus](
     *("stream", "log", "not committed", "oldest", "last took some"),
+    things="streams",
     cells=lambda stream: (
         stream.stream, stream.log,
         "may not be read" if stream.pending is None else f"{stream.pending:,}",
@@ -76,6 +79,7 @@ STREAMS = Table[StreamStatus](
 )  # fmt: skip
 BY_SHARD = Table[ShardStatus](
     *("shard", "owner", "epoch", "batch", "pending", "lag"),
+    things="shards",
     cells=lambda shard: (
         str(shard.shard), shard.owner or "-", str(shard.epoch),
         f"{shard.batch}{' open' if shard.open else ''}", f"{shard.pending:,}",
@@ -170,8 +174,13 @@ def _of_shard(found: tuple[Membership, Shard]) -> Sequence[str]:
 
 
 SUBSCRIPTIONS = Table[Membership](
-    *("log", "subscription", "left", "lag"), below="members and their shards", cells=_overview
+    *("log", "subscription", "left", "lag"),
+    things="subscriptions",
+    below="members and their shards",
+    cells=_overview,
 )
 SUBSCRIPTION_SHARDS = Table[tuple[Membership, Shard]](
-    *("subscription", "shard", "owner", "epoch", "batch", "left", "lag"), cells=_of_shard
+    *("subscription", "shard", "owner", "epoch", "batch", "left", "lag"),
+    things="shards",
+    cells=_of_shard,
 )

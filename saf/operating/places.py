@@ -42,7 +42,7 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 from psycopg.rows import class_row
 
-from saf.config import Broker, Fleet, Settings
+from saf.config import Broker, Fleet, Settings, did_you_mean
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, SafError, Unexpected
 from saf.message import MAX_NAME, fits
@@ -318,14 +318,16 @@ def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listi
 
 
 def everywhere(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
-    """Return the brokers that may have ends of conversations: sources and destinations, or one.
+    """Return all sources and stores, sources first; or the named broker or fleet.
 
     A broker that is both has the same name in both roles.
     """
     found = chosen(settings, name)
     if name is not None or not isinstance(found, Listing):
         return found
-    return Listing(brokers={**_stores(settings), **found.brokers}, problems=found.problems)
+    return Listing(
+        brokers={**found.brokers, **_stores(settings), **found.brokers}, problems=found.problems
+    )
 
 
 def stores(settings: Settings, name: str | None) -> Mapping[str, Broker]:
@@ -366,11 +368,13 @@ def _place(settings: Settings, name: str) -> Broker:
     if name not in places and name in settings.destinations:
         kind = settings.destinations[name].kind
         raise ConfigurationError(
-            f"--broker {name}: the destination {name!r} is of kind {kind!r}, and no broker"
+            f"--broker {name}: the destination {name!r} of kind {kind!r} is not a broker"
         )
     if name not in places:
-        names = ", ".join(settings.brokers)
-        raise ConfigurationError(f"--broker {name}: no [brokers.{name}] in saf.toml, only {names}")
+        raise ConfigurationError(
+            f"--broker {name}: no [brokers.{name}] in saf.toml{did_you_mean(name, places)}, only "
+            f"{', '.join(places)}"
+        )
     return places[name]
 
 

@@ -27,7 +27,7 @@ from saf.broker import grants, whole
 from saf.broker.grants import RIGHTS, Kind
 from saf.broker.services import service_names
 from saf.config import Settings, did_you_mean
-from saf.database import check_schema, fetch, of_broker
+from saf.database import check_schema, of_broker
 from saf.destinations.marks import shards_of
 from saf.dialogs.statements import Code
 from saf.errors import REFILL, RowsGone, SafError, SchemaError, in_words
