@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Annotated, Any
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Config, Everywhere, Round, Where
-from saf.cli.console import Table, echo
+from saf.cli.brokers import AsJson, Config, Everywhere, Round, Where, Yes
+from saf.cli.console import Table, confirm, echo
 from saf.cli.route import warn_of_early
 from saf.config import Settings, load
 from saf.database import Dsn
-from saf.errors import ConfigurationError, UsageError
+from saf.errors import ConfigurationError
 from saf.operating.places import Listing as Found
 from saf.operating.places import chosen
 from saf.operating.plans.difference import Change, Difference, broker_id, difference, listed
@@ -41,10 +40,12 @@ CHANGES = Table[Change](
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The plan, in TOML; see docs/setting-up.md.")],
+    file: Annotated[Path, typer.Argument(help="Plan in TOML; see docs/setting-up.md.")],
     *,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the difference.")] = False,
+    yes: Yes = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the difference without changing it.")
+    ] = False,
     prune: Annotated[
         bool, typer.Option("--prune", help="Remove entries that the plan's tables do not name.")
     ] = False,
@@ -59,10 +60,10 @@ def command(
     broker: Where = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make brokers match a plan.
+    """Apply a plan: create what is missing, after asking.
 
-    It shows the difference, asks, and applies it. All changes of one broker are one transaction.
-    Repeating it changes nothing. Entries that the plan does not name stay, unless --prune is given.
+    It shows the difference first. All changes of one broker are one transaction. Repeating it
+    changes nothing. Entries that the plan does not name stay, unless --prune is given.
     """
     settings, plan = load(config), read(file)
     check(plan, settings)
@@ -82,8 +83,7 @@ def command(
         show(differences)
     warn_of_early(settings, _new_destinations(to_do.values()))
     if to_do and not dry_run:
-        if not yes:
-            _ask(as_json=as_json)
+        confirm("Apply it?", yes=yes, dry_run="see the difference", as_json=as_json)
         changing = round_.among(to_do)
         done = changing.visit_each(
             "apply",
@@ -112,10 +112,7 @@ def command(
 
 
 def export(*, round_: Everywhere) -> None:
-    """Print a plan with everything that brokers have.
-
-    Without --broker: all brokers and destinations of saf.toml.
-    """
+    """Export everything that brokers have, as a plan."""
     found = round_.visit("export", _listed)
     for line in _exported(found):
         echo(line)
@@ -131,19 +128,15 @@ def show(differences: Mapping[str, Difference]) -> None:
         if item.refused:
             others = ", ".join(f"{service} ({count:,})" for service, count in item.refused.items())
             echo(
-                f"{name}: these are its first services, and messages for others wait from then on; "
+                f"{name}: these are its first services, so messages for other services will wait; "
                 f"its inbox has some for {others}"
             )
         if item.any_again:
-            echo(f"{name}: it will have no service left, and store messages for any service again")
+            echo(f"{name}: no service will be left, so it stores messages for any service again")
         if item.only_senders:
-            echo(
-                f"{name}: these are its first rules for senders, and nobody sends without one then"
-            )
+            echo(f"{name}: these are its first rules for senders, so nobody can send without one")
         if item.any_sender:
-            echo(
-                f"{name}: it will have no rule for senders left: any writer may send as any service"
-            )
+            echo(f"{name}: no rule for senders will be left, so any writer may send as any service")
         if item.kept:
             kept = ", ".join(table.described(key) for table, key in item.kept)
             echo(f"{name}: not in the plan, and kept: {kept}")
@@ -187,13 +180,6 @@ def _refuse_twins(identities: Mapping[str, str]) -> None:
     for name, identity in identities.items():
         if (other := names.setdefault(identity, name)) != name:
             raise ConfigurationError(f"{other!r} and {name!r} of the plan are the same broker")
-
-
-def _ask(*, as_json: bool) -> None:
-    if as_json or not sys.stdin.isatty():
-        raise UsageError("nothing is changed yet: add --yes, or --dry-run to see the difference")
-    if not typer.confirm("Do it?", err=True):
-        raise typer.Exit(0)
 
 
 def _as_dict(comparison: Difference) -> dict[str, Any]:

@@ -48,34 +48,40 @@ from saf.routing.routes import current_routes
 
 @dataclass(frozen=True)
 class Options:
-    """Options by name, as Typer's annotations; those that may be None default to it, flags to False.
+    """Options by name, as Typer's annotations; ``make`` takes them all.
 
-    ``make`` takes them all.
+    Those that may be None default to None, and flags to False.
     """
 
     types: Mapping[str, Any]
     make: Callable[..., Any]
 
 
+PANELS = SET_UP, RUN, LOOK, DECIDE, REPAIR = "Set up", "Run", "Look", "Decide", "Repair"
+"""The panels of commands in `saf --help`, in their order."""
+
+
 class Panels(TyperGroup):
-    """A group whose help lists its commands by their panels, in the order of the first of each."""
+    """A group whose help lists its commands by their panels."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - Typer's form
         """Write a section for each panel; commands without a panel are in the section Commands."""
-        panels: dict[str, list[tuple[str, Any]]] = {}
+        panels: dict[str, list[tuple[str, Any]]] = {panel: [] for panel in PANELS}
         for name, command in self.commands.items():
             if not command.hidden:
                 panel = getattr(command, "rich_help_panel", None) or "Commands"
                 panels.setdefault(panel, []).append((name, command))
-        if not panels:
-            return
-        widest = max(len(name) for rows in panels.values() for name, _ in rows)
-        limit = formatter.width - 6 - widest
         for panel, rows in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl(
-                    [(name.ljust(widest), one.get_short_help_str(limit)) for name, one in rows]
-                )
+            if rows:
+                room = formatter.width - GAPS - max(len(name) for name, _ in rows)
+                with formatter.section(panel):
+                    formatter.write_dl(
+                        [(name, command.get_short_help_str(room)) for name, command in rows]
+                    )
+
+
+GAPS = 4
+"""Characters before the names of commands, and between them and their texts."""
 
 
 class Commands(typer.Typer):
@@ -178,7 +184,7 @@ Store = Annotated[
     typer.Option(
         "--broker",
         metavar="NAME",
-        help="The store, by its name in saf.toml. Default: the only one.",
+        help="Name of the store in saf.toml. Default: the only one.",
     ),
 ]
 

@@ -51,7 +51,7 @@ MOST = 1_000_000_000
 All = Annotated[
     bool, typer.Option("--all", help="Confirm that all are meant, if no filter is given.")
 ]
-To = Annotated[str, typer.Option(help="The destination, by its name in saf.toml.")]
+To = Annotated[str, typer.Option(help="Name of the destination in saf.toml.")]
 
 Key = Annotated[str | None, typer.Option(help="Only messages with this key.")]
 Service = Annotated[str | None, typer.Option(help="Only messages for this service.")]

@@ -65,14 +65,14 @@ def doctor(
 
 
 destinations = Commands(help="Destinations: where messages are delivered.")
-lakes = Commands(help="Destinations of kind delta: their tables.")
+lakes = Commands(help="Lakes: the tables of destinations of kind delta.")
 
 Name = Annotated[str, typer.Argument(help="Name of the destination in saf.toml.")]
 
 
 @destinations.command()
 def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
-    """Connect to a destination, and show its guarantees.
+    """Check a destination: connect to it, and show its guarantees.
 
     It reads the server's version and settings, and names settings that would give more safety. In
     an object store, it writes a probe and deletes it, because nothing else shows what the store

@@ -136,7 +136,7 @@ DIFFERENCES = Table[Difference](
 
 def _where(row: Difference) -> str:
     stored = f"stored at {', '.join(row.stored)}" if row.stored else ""
-    lost = f"not any more at {', '.join(row.lost_at)}" if row.lost_at else ""
+    lost = f"lost at {', '.join(row.lost_at)}" if row.lost_at else ""
     return ", and ".join(filter(None, [stored, lost]))
 
 
@@ -145,10 +145,10 @@ def _show_outcomes(known: Mapping[str, Outcome]) -> None:
     for outcome in known.values():
         paragraph(f"{outcome.broker}: compared {_range(outcome.range)}")
         for name, why in outcome.unread.items():
-            paragraph(f"destination {name!r} is not compared: {why}")
+            paragraph(f"destination {name!r} was not compared: {why}")
         if count := outcome.counts.get("not_compared", 0):
-            are = "is" if count == 1 else "are"
-            echo(f"{counted(count, 'message')} {are} not compared, because they may be there")
+            were = "was" if count == 1 else "were"
+            echo(f"{counted(count, 'message')} {were} not compared: they may have arrived")
         if count := outcome.counts.get("uncertain", 0):
             echo(
                 f"{counted(count, 'message')} of topics may have lost a copy: it is not known "

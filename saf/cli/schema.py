@@ -14,7 +14,7 @@ import psycopg
 import typer
 
 from saf.broker import grants, senders, whole
-from saf.cli.brokers import AsJson, Brokers, Commands
+from saf.cli.brokers import AsJson, Commands, Everywhere
 from saf.cli.console import Table, echo
 from saf.database import REVISION, Dsn, check_schema, unavailable_if_lost
 from saf.errors import ConfigurationError
@@ -23,7 +23,7 @@ OwnersDsn = Annotated[
     str,
     typer.Option(
         envvar="SAF_DSN",
-        help="The broker's database, as the owner of its schema saf. A password is better in the "
+        help="Database of the broker, as the owner of its schema saf. A password is better in the "
         "environment (PGPASSWORD, SAF_DSN) than on the command line.",
     ),
 ]
@@ -34,7 +34,7 @@ def migrate(
         str,
         typer.Option(
             envvar="SAF_DSN",
-            help="The database: postgresql://user@host/database, SQLAlchemy's form of it, or "
+            help="Database: postgresql://user@host/database, SQLAlchemy's form of it, or "
             "'host=… dbname=…'. A password is better in the environment (PGPASSWORD, SAF_DSN) than "
             "on the command line.",
         ),
@@ -67,7 +67,7 @@ def warn_of_search_path(database: Dsn) -> None:
 
 
 def grant(
-    name: Annotated[str, typer.Argument(help="An existing role of the server.")],
+    name: Annotated[str, typer.Argument(help="Name of an existing role of the server.")],
     dsn: OwnersDsn,
     role: Annotated[
         list[grants.Kind] | None,
@@ -80,7 +80,7 @@ def grant(
         bool, typer.Option("--dry-run", help="Print the SQL and change nothing.")
     ] = False,
 ) -> None:
-    """Give a role the rights that its duty needs.
+    """Grant a role the rights that its duty needs.
 
     The rights are on a broker's schema saf; it gets no others. Earlier rights of the role, granted
     by saf or by hand, are removed in the same transaction. It is safe to repeat; repeat it after an
@@ -112,7 +112,9 @@ def grant(
 
 sending = Commands(help="Senders: which roles may send as which service.")
 
-Role = Annotated[str, typer.Argument(metavar="ROLE", help="An existing role of the server.")]
+Role = Annotated[
+    str, typer.Argument(metavar="ROLE", help="Name of an existing role of the server.")
+]
 
 RULES = Table[senders.Sender](
     *("role", "from", "to"),
@@ -136,12 +138,10 @@ RULES = Table[senders.Sender](
 def add(
     role: Role,
     dsn: OwnersDsn,
-    from_service: Annotated[
-        str, typer.Option("--from", help="The service that the role may send as.")
-    ],
+    from_service: Annotated[str, typer.Option("--from", help="Service that the role may send as.")],
     to_service: Annotated[
         list[str] | None,
-        typer.Option("--to", help="A service that it may send to. Default: any."),
+        typer.Option("--to", help="Service that it may send to. Default: any."),
     ] = None,
     refuse_others: Annotated[
         bool,
@@ -151,7 +151,7 @@ def add(
         ),
     ] = False,
 ) -> None:
-    """Let a role, and its members, send as a service.
+    """Allow a role, and its members, to send as a service.
 
     While a broker has rules, the server refuses each message whose sender and receiver no rule of
     the role allows. The owner of the schema is not restricted. The role needs `saf grant --role
@@ -170,8 +170,8 @@ def add(
 
 
 @sending.command("list")
-def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
-    """Show the rules of the brokers.
+def list_(*, round_: Everywhere, as_json: AsJson = False) -> None:
+    """List the rules for senders.
 
     Without rules, any writer may send as any service.
     """

@@ -10,8 +10,18 @@ import typer
 
 from saf.broker import services
 from saf.broker.services import Start
-from saf.cli.brokers import AsJson, AtStore, AtStores, Commands, Config, Round, Store, round_at
-from saf.cli.console import Table, echo
+from saf.cli.brokers import (
+    AsJson,
+    AtStore,
+    Commands,
+    Config,
+    Everywhere,
+    Round,
+    Store,
+    Yes,
+    round_at,
+)
+from saf.cli.console import Table, confirm, echo
 from saf.errors import UsageError
 from saf.log import stream
 from saf.operating.places import everywhere, store
@@ -20,7 +30,7 @@ app = Commands(help="Services: what messages are addressed to.")
 
 Service = Annotated[str, typer.Argument(metavar="NAME", help="Name of the service.")]
 Discard = Annotated[
-    bool, typer.Option("--discard", help="Remove it even if messages are left, and discard these.")
+    bool, typer.Option("--discard", help="Discard the messages that are left, after asking.")
 ]
 
 SERVICES = Table[services.Service](
@@ -63,26 +73,34 @@ def create(
 
 
 @app.command("list")
-def list_(*, round_: AtStores, as_json: AsJson = False) -> None:
-    """Show the services of the destinations, and who reads their messages."""
+def list_(*, round_: Everywhere, as_json: AsJson = False) -> None:
+    """List services, and the subscriptions that read their messages."""
     round_.show_rows("service", services.services, "services", SERVICES, as_json=as_json)
 
 
 @app.command()
-def remove(name: Service, *, round_: AtStore, discard: Discard = False) -> None:
+def remove(name: Service, *, round_: AtStore, discard: Discard = False, yes: Yes = False) -> None:
     """Remove a service and its subscriptions.
 
     New messages for it wait at their sources. Without its last service, a broker stores messages
     for any service again.
     """
+    _confirm(f"service {name!r}", round_, discard=discard, yes=yes)
 
     def forget(connection: psycopg.Connection[Any]) -> list[str]:
         services.remove_service(connection, name, discard=discard)
         left = services.services(connection)
-        any_again = ["it has no service left, and stores messages for any again"]
+        any_again = ["no service is left, so it stores messages for any service again"]
         return [f"service {name} removed"] + any_again * (not left)
 
     round_.tell("service", forget, list)
+
+
+def _confirm(what: str, round_: Round, *, discard: bool, yes: bool) -> None:
+    """Ask before messages are discarded."""
+    if discard:
+        at = ", ".join(round_.brokers)
+        confirm(f"Remove {what} at {at}, and discard the messages that are left?", yes=yes)
 
 
 subscriptions = Commands(help="Subscriptions: named readers of an inbox, and streams.")
@@ -104,16 +122,16 @@ def create_subscription(
     *,
     service: Annotated[str | None, typer.Option(help="Service whose messages are read.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all-services", help="Instead: read the messages for all services.")
+        bool, typer.Option("--all-services", help="Read the messages for all services instead.")
     ] = False,
     log: Annotated[
         Log | None,
         typer.Option(
-            "--stream", help="Instead: register a stream of Spark that reads this log of --broker."
+            "--stream", help="Register a stream of Spark instead, which reads this log of --broker."
         ),
     ] = None,
     from_now: Annotated[
-        bool, typer.Option("--from-now", help="Only messages stored from now on.")
+        bool, typer.Option("--from-now", help="Read only messages stored from now on.")
     ] = False,
     config: Config = None,
     broker: Store = None,
@@ -153,8 +171,8 @@ def _register(name: str, log: Log, start: Start, config: Config, broker: Store) 
 
 
 @subscriptions.command("list")
-def list_subscriptions(*, round_: AtStores, as_json: AsJson = False) -> None:
-    """Show the subscriptions of the destinations' inboxes."""
+def list_subscriptions(*, round_: Everywhere, as_json: AsJson = False) -> None:
+    """List the subscriptions of inboxes."""
     round_.show_rows(
         "subscription", services.subscriptions, "subscriptions", SUBSCRIPTIONS, as_json=as_json
     )
@@ -175,8 +193,9 @@ def drop(
             "--broker", metavar="NAME", help="Broker or fleet. Default: the broker that has it."
         ),
     ] = None,
+    yes: Yes = False,
 ) -> None:
-    """Forget a stream of Spark, so that no messages are kept for it.
+    """Drop a stream of Spark, after asking: no messages are kept for it.
 
     Its query cannot continue from its checkpoint: stop it first. If several brokers have such a
     stream, or both logs of one broker, nothing is dropped until you name one.
@@ -186,6 +205,7 @@ def drop(
     found = {where: [item for item in logs if log in (None, item)] for where, logs in asked.items()}
     found = {where: logs for where, logs in found.items() if logs}
     _refuse_several(name, found, round_, broker)
+    confirm(f"Drop stream {name!r} at {', '.join(found)}? Its query cannot continue.", yes=yes)
     dropping = round_.among(found)
     for where, logs in dropping.visit(
         "subscription",
@@ -224,8 +244,11 @@ def _refuse_several(
 
 
 @subscriptions.command("remove")
-def remove_subscription(name: Subscription, *, round_: AtStore, discard: Discard = False) -> None:
+def remove_subscription(
+    name: Subscription, *, round_: AtStore, discard: Discard = False, yes: Yes = False
+) -> None:
     """Remove a reader, with its parked messages and dead letters."""
+    _confirm(f"subscription {name!r}", round_, discard=discard, yes=yes)
     round_.tell(
         "subscription",
         lambda connection: services.remove_subscription(connection, name, discard=discard),

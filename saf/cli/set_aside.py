@@ -340,7 +340,7 @@ def audit_(
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
-    """List operators' decisions about messages with their reasons, latest first."""
+    """List operators' decisions and their reasons, latest first."""
     before = audit.place_at(after)
     round_.go_on(after)
     round_.show_pages(

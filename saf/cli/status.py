@@ -31,9 +31,9 @@ def status(
     shards: Annotated[bool, typer.Option("--shards", help="Also list each shard.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show pending, parked and dead messages of each source.
+    """Show the pending, parked and dead messages of each source.
 
-    It also shows why messages wait.
+    It also shows what parked messages wait for.
     """
     known = round_.visit("status", lambda connection: broker_status(connection, SHOWN))
 
@@ -69,11 +69,11 @@ DROPPED = Table[Dropped](
     ),
 )  # fmt: skip
 STREAMS = Table[StreamStatus](
-    *("stream", "log", "not committed", "oldest", "last took some"),
+    *("stream", "log", "not committed", "oldest", "last read"),
     things="streams",
     cells=lambda stream: (
         stream.stream, stream.log,
-        "may not be read" if stream.pending is None else f"{stream.pending:,}",
+        "no access" if stream.pending is None else f"{stream.pending:,}",
         age(stream.lag_seconds), at(stream.opened_at) if stream.opened_at else "never",
     ),
 )  # fmt: skip
@@ -111,7 +111,7 @@ def members(
 ) -> None:
     """Show the owners of each subscription's shards, and its lag.
 
-    It covers both logs of all brokers and destinations. Forwarders, processors and dispatchers own
+    It covers both logs of all sources and stores. Forwarders, processors and dispatchers own
     shards. Workers own none: they lock the shards of a delivery. The number of pending messages is
     an estimate where a shard has more than 1,000; the lag is exact.
     """

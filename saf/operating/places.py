@@ -349,6 +349,11 @@ def store(settings: Settings, name: str | None) -> Mapping[str, Broker]:
     return found
 
 
+def is_source(settings: Settings, name: str) -> bool:
+    """Return whether a broker's outbox is forwarded: it is in saf.toml, or in a fleet."""
+    return name in settings.brokers or name.partition("/")[0] in settings.fleets
+
+
 def _of_fleet(settings: Settings, name: str) -> bool:
     """Return whether a name belongs to a fleet, or to a broker of a fleet."""
     return name.partition("/")[0] in settings.fleets and name not in settings.destinations
