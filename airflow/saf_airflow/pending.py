@@ -77,7 +77,8 @@ class SafPendingTrigger(BaseEventTrigger):
         for state in STATES:
             try:
                 done = await self.saf.ask(
-                    "outbox", "list", "--state", state, "--limit", "1", "--json"
+                    *("outbox", "list", "--sources"),
+                    *("--state", state, "--limit", "1", "--json"),
                 )
             except (OSError, TimeoutError) as error:
                 self.log.error(  # noqa: TRY400 - readers need no traceback

@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         give_up_output()
         plain_console(stderr=True).print(
-            f"saf: its output cannot be written: {error.strerror}; what the command did is done",
+            f"saf: the output cannot be written: {error.strerror}; the command's changes are done",
             style="red",
             soft_wrap=True,
         )

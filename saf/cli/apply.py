@@ -25,8 +25,8 @@ from saf.operating.plans.file import BrokerPlan, Plan, as_tables, broker_plan, c
 from saf.operating.plans.tables import OTHER, Entries
 
 HEADER = (
-    "# What the brokers have, as `saf export` has found it; `saf apply FILE` makes them so again.",
-    "# A table that is left out stays unchanged; an empty table means that no entry exists.",
+    "# What the brokers had when `saf export` ran; `saf apply FILE` creates it again.",
+    "# A missing table stays unchanged; an empty table means that no entry exists.",
 )
 
 CHANGES = Table[Change](
@@ -123,7 +123,7 @@ def show(differences: Mapping[str, Difference]) -> None:
     """Print the changes to make, and what stays."""
     CHANGES.show_any({name: item.changes for name, item in differences.items()})
     if differences and not any(item.changes for item in differences.values()):
-        echo("nothing to do: the brokers are as the plan says")
+        echo("nothing to do: the brokers match the plan")
     for name, item in differences.items():
         if item.refused:
             others = ", ".join(f"{service} ({count:,})" for service, count in item.refused.items())

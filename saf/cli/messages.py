@@ -382,7 +382,7 @@ def _history(stay: Stay) -> Iterator[tuple[str, ...]]:
         yield "", "taken" if reading.complete else "unread", reading.subscription
     for tried in stay.attempts:
         answer = "no answer" if tried.status is None else f"answer {tried.status}"
-        what = f"tried for {tried.seconds:.1f} s: {answer}"
+        what = f"attempt of {tried.seconds:.1f} s: {answer}"
         yield at(tried.at), what, tried.subscription, tried.error
     for aside in stay.aside:
         what = aside.reason or ""

@@ -160,7 +160,7 @@ def _show_outcomes(known: Mapping[str, Outcome]) -> None:
                 "was restored over existing rows: saf rebase removes the second rows"
             )
         if count := outcome.left_out:
-            echo(f"lost counts what transforms leave out, too: {counted(count, 'message')} so far")
+            echo(f"lost includes {counted(count, 'message')} left out by transforms so far")
         if outcome.named:
             DIFFERENCES.show_rows(outcome.named)
 
@@ -172,7 +172,7 @@ def _range(compared: Range) -> str:
     if compared.purged:
         text += (
             f" (now less purge.retention_seconds, because the {' and the '.join(compared.purged)} "
-            "may have been purged; if ever with a shorter retention, add --since)"
+            "may have been purged; if a shorter retention was ever used, add --since)"
         )
     return text
 
@@ -300,7 +300,7 @@ def rebase_(
     """
     settings = load(config)
     if moved_by is not None and broker is None:
-        raise UsageError(f"--moved-by {moved_by} is true of one database: name it with --broker")
+        raise UsageError(f"--moved-by {moved_by} concerns one database: name it with --broker")
     round_ = Round(everywhere(settings, broker), settings)
 
     def repair(connection: psycopg.Connection[Any]) -> Rebased | None:
@@ -430,7 +430,7 @@ def _rebased(result: Rebased | None, purged: Sequence[str], *, dry_run: bool) ->
     if result.new_ids:
         words += f"; {counted(result.new_ids, 'message')} with new ids"
     if result.doubled:
-        words += f"; {counted(result.doubled, 'row')} removed that stood twice"
+        words += f"; {counted(result.doubled, 'row')} removed that were there twice"
     if result.why:
         words += f" (because {'; '.join(result.why)})"
     if result.destinations_ahead:

@@ -292,7 +292,7 @@ def _explain(where: str, dry_run: DryRun) -> None:
         echo(f"{subject} would become a dead letter: {dry_run.dead}")
     else:
         if dry_run.goes.service != dry_run.service:
-            echo(f"{subject} is really for {dry_run.goes.service!r}")
+            echo(f"{subject} becomes one for {dry_run.goes.service!r}")
         show_explanation(where, dry_run.goes)
 
 
@@ -350,7 +350,7 @@ def try_(
         columns = next((item for item in found.values() if item), {})
         if not columns:
             round_.finish(say=True)
-            raise ConfigurationError(f"no outbox has a message {message}")
+            raise ConfigurationError(f"no outbox has message {message}")
     from saf.spark.evaluation import tried  # Arrow takes a while to import
 
     result = tried(

@@ -207,7 +207,7 @@ def remove(
         left = senders.senders(connection)
     echo(f"{name}: {removed} {'rule' if removed == 1 else 'rules'} of {role} removed")
     if not left:
-        echo(f"{name}: it has no rule left, so any writer may send as any service")
+        echo(f"{name}: no rule is left, so any writer may send as any service")
 
 
 @contextmanager

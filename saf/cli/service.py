@@ -205,7 +205,8 @@ def drop(
     found = {where: [item for item in logs if log in (None, item)] for where, logs in asked.items()}
     found = {where: logs for where, logs in found.items() if logs}
     _refuse_several(name, found, round_, broker)
-    confirm(f"Drop stream {name!r} at {', '.join(found)}? Its query cannot continue.", yes=yes)
+    if found:
+        confirm(f"Drop stream {name!r} at {', '.join(found)}? Its query cannot continue.", yes=yes)
     dropping = round_.among(found)
     for where, logs in dropping.visit(
         "subscription",
@@ -229,8 +230,8 @@ def _refuse_several(
         raise UsageError(f"no stream {name!r}: `saf status` lists the streams")
     if broker is None and len(found) > 1:
         raise UsageError(
-            f"there is a stream {name!r} in {', '.join(found)}, and none is dropped: which one? "
-            "Use --broker NAME"
+            f"stream {name!r} exists at {', '.join(found)}, so none is dropped: choose one with "
+            "--broker NAME"
         )
     if broker is None and round_.failed:
         echo("not every broker answers, so nothing is dropped: add --broker NAME", err=True)
@@ -238,8 +239,8 @@ def _refuse_several(
     places = [where for where, logs in found.items() if len(logs) > 1]
     if places:
         raise UsageError(
-            f"there is a stream {name!r} of both logs in {', '.join(places)}, and none is dropped: "
-            "which one? Use --stream outbox or --stream inbox"
+            f"stream {name!r} of both logs exists at {', '.join(places)}, so none is dropped: "
+            "choose one with --stream outbox or --stream inbox"
         )
 
 

@@ -186,7 +186,7 @@ def retry_now_(
     def show() -> None:
         for name, (lanes, keys) in done.items():
             if lanes:
-                echo(f"{name}: {counted(lanes, 'lane')} due now, retried by the next run")
+                echo(f"{name}: {counted(lanes, 'lane')} to be tried by the next run")
             if keys:
                 wait = "waits" if keys == 1 else "wait"
                 echo(f"{name}: {counted(keys, 'key')} still {wait}: decide with `saf dead`")
@@ -262,7 +262,9 @@ add_decisions(
 letters = Commands(help="Dead letters: messages that need an operator's decision.")
 
 
-Reason = Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONS)}.")]
+Reason = Annotated[
+    str | None, typer.Option(help=f"Only dead letters with this reason: {', '.join(REASONS)}.")
+]
 Destination = Annotated[str | None, typer.Option(help="Only messages for this destination.")]
 Subscription = Annotated[
     str | None, typer.Option(help="Only dead letters of this subscription, such as forwarder.")

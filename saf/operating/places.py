@@ -224,7 +224,7 @@ def _queried(
         raise ConfigurationError(f"fleets.{name}.query fails: {reason}") from None
     if rows and len(rows[0]) != COLUMNS:
         raise ConfigurationError(
-            f"fleets.{name}.query gives {len(rows[0])} columns, and not two: name and dsn"
+            f"fleets.{name}.query returns {len(rows[0])} columns instead of two: name and dsn"
         )
     return rows
 
@@ -241,7 +241,7 @@ def _listing(
             dsn = Dsn(conninfo, fleet.dsn.bounds)
             broker = kind(dsn=dsn, max_connections=fleet.max_connections)
             if listing.brokers.setdefault(full, broker) is not broker:
-                raise ConfigurationError("its name is listed before")  # noqa: TRY301
+                raise ConfigurationError("its name is listed twice")  # noqa: TRY301
         except ConfigurationError as error:
             problem = ConfigurationError(f"fleet {name!r}, row {number}: {error}")
             listing.problems.append((name, problem))
@@ -255,7 +255,7 @@ def _name(place: object) -> str:
         or not fits(place, MAX_NAME)
         or not place.isprintable()
     ):
-        raise ConfigurationError(f"its name has not 1 to {MAX_NAME} bytes of printable characters")
+        raise ConfigurationError(f"its name needs 1 to {MAX_NAME} bytes of printable characters")
     return place
 
 
@@ -318,16 +318,14 @@ def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listi
 
 
 def everywhere(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
-    """Return all sources and stores, sources first; or the named broker or fleet.
+    """Return all sources and stores, or the named broker or fleet.
 
     A broker that is both has the same name in both roles.
     """
     found = chosen(settings, name)
     if name is not None or not isinstance(found, Listing):
         return found
-    return Listing(
-        brokers={**found.brokers, **_stores(settings), **found.brokers}, problems=found.problems
-    )
+    return Listing(brokers={**_stores(settings), **found.brokers}, problems=found.problems)
 
 
 def stores(settings: Settings, name: str | None) -> Mapping[str, Broker]:

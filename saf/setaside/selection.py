@@ -38,17 +38,17 @@ Row = TypeVar("Row")
 
 WHY: Mapping[str, str] = MappingProxyType(
     {
-        "in_hand": "somebody has it in hand, or will within seconds: decide again in a moment",
-        "batch": "the forwarder's open batch has set it aside, and has not passed it yet: decide "
-        "once it has",
-        "doubt": "it may have arrived, so the next run turns it into a dead letter: decide then",
-        "later": "it waits for its deliver_at, and holds nobody up",
-        "ahead": "it waits for an earlier message of its dialog, without which it means nothing",
-        "no_end": "the end of its dialog is not here: nobody could be told",
-        "dialog": "the other end of its dialog is where it is",
+        "in_hand": "a process has it in hand, or will within seconds: decide again in a moment",
+        "batch": "the forwarder's open batch set it aside and has not passed it yet: decide again "
+        "after its run",
+        "doubt": "it may have arrived; the next run makes it a dead letter: decide then",
+        "later": "it waits for its deliver_at, and blocks no other message",
+        "ahead": "it waits for an earlier message of its dialog",
+        "no_end": "the end of its dialog is not at this broker, and could not be notified",
+        "dialog": "it belongs to a dialog, whose other end cannot move",
         "there": "it waits for that destination already",
-        "arrived": "it has arrived where it is handled: only a forwarder's messages go elsewhere",
-        "stopped": "the decision was stopped before it: decide again",
+        "arrived": "it has arrived at its receiver: only a forwarder's messages can be redirected",
+        "stopped": "the decision was stopped: decide again",
     }
 )
 """Why a message stays as it is, in words."""
@@ -391,7 +391,7 @@ def staying_in_words(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Return how many messages stay, by reason in words; ``counts`` are by the keys of `WHY`.
 
     >>> staying_in_words([{"later": 2}, {"later": 2}])
-    {'it waits for its deliver_at, and holds nobody up': 4}
+    {'it waits for its deliver_at, and blocks no other message': 4}
     """
     found: Counter[str] = Counter()
     for count in counts:

@@ -400,7 +400,7 @@ def test_a_cure_drops_the_abandoned_stream_and_no_other_of_its_name(
     found = examine(load(tmp_path / "saf.toml"), limits=AT_ONCE)
     _, _, cure = the([one for one in found if "stream" in one.what])
     assert cure.endswith("saf subscription drop 'my lake' --stream outbox --broker one"), cure
-    done = saf(*shlex.split(cure[cure.index("saf sub") :])[1:], cwd=tmp_path)
+    done = saf(*shlex.split(cure[cure.index("saf sub") :])[1:], "--yes", cwd=tmp_path)
     assert done.stdout == "one: stream my lake of the outbox dropped\n", done.stderr
     left = {}
     for name, dsn in names.items():
@@ -797,6 +797,6 @@ def test_messages_for_another_broker_or_a_service_that_lives_elsewhere_are_found
         )
     service, broker = diagnosis("misaddressed", mom)
     assert "1 message in the inbox" in service.what
-    assert "for 'elsewhere', which does not live here" in service.what
+    assert "for 'elsewhere', which does not exist here" in service.what
     assert "are for 'stock', at broker" in broker.what
     assert "saf service create elsewhere" in service.cure

@@ -61,7 +61,7 @@ def test_a_message_is_followed_from_its_outbox_to_its_subscription(
 def test_a_message_that_nobody_knows_is_said_to_be_unknown(config: Path) -> None:
     done = saf("message", "00000000-0000-0000-0000-000000000007", "--config", config)
     assert done.returncode == 2
-    assert "no broker knows a message 00000000" in done.stderr
+    assert "no broker has message 00000000" in done.stderr
 
 
 def test_a_dead_letter_and_what_was_decided_about_it_are_told(
@@ -135,5 +135,5 @@ def test_attempts_in_vain_at_an_endpoint_are_told_one_by_one(
         (None, "it timed out"),
     ]
     shown = " ".join(saf("message", message_id, "--config", config).stdout.split())
-    assert "tried for 1.5 s: answer 503 billing" in shown
-    assert "tried for 1.5 s: no answer billing" in shown
+    assert "attempt of 1.5 s: answer 503 billing" in shown
+    assert "attempt of 1.5 s: no answer billing" in shown

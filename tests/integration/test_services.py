@@ -152,7 +152,7 @@ def test_the_commands_create_list_and_remove(config: Path) -> None:
     run("subscription", "remove", "archive")
     assert run("service", "remove", "billing", "--broker", "mom") == (
         "mom: service billing removed\n"
-        "mom: it has no service left, and stores messages for any again\n"
+        "mom: no service is left, so it stores messages for any service again\n"
     )
     assert last_json(run("service", "list", "--json"))["services"] == []
 

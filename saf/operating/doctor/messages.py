@@ -342,7 +342,9 @@ SHOWN = 20
 def misaddressed(patient: Patient) -> Found:
     """Report recent messages for a service that does not live here, or for another broker."""
     for service, broker, count, last in patient.ask(MISADDRESSED, look=LOOK, shown=SHOWN):
-        where = f"at broker {broker}, which this is not" if broker else "which does not live here"
+        where = (
+            f"at broker {broker}, which is another one" if broker else "which does not exist here"
+        )
         yield (
             "warning",
             f"{counted(count, 'message')} in the inbox, the last at {last}, are for {service!r}, "
