@@ -19,7 +19,7 @@ from saf.operating.status import Identity, identity
 from saf.operating.wording import counted
 
 app = Commands(help="Brokers: the databases with the schema saf.")
-fleets = Commands(help="Fleets: their members, and which of them are missing.")
+fleets = Commands(help="Fleets: their members, and the missing ones.")
 
 BROKERS = Table[tuple[list[str], Identity]](
     *("broker_id", "used as", "database", "shards", "schema", "PostgreSQL"),

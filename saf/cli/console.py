@@ -108,7 +108,7 @@ def can_ask(*, as_json: bool = False) -> bool:
 def confirm(question: str, *, yes: bool, dry_run: str = "", as_json: bool = False) -> None:
     """Ask an operator before something that cannot be undone; return if it may be done.
 
-    ``dry_run`` says what the command does instead with that option, if it has one.
+    ``dry_run`` is the command's effect with that option instead, if it has one.
 
     Raises:
         UsageError: nobody can answer, and ``yes`` is false.
@@ -306,7 +306,7 @@ class Table(Generic[T]):
     """A table with these columns, behind that of the broker, if rows have one.
 
     Args:
-        things: the rows in words, for the sentence that there are none.
+        things: the rows in words, for the sentence if nothing was found.
         columns: their names.
         below: the name of a further column of long texts; see `Listing`.
         cells: returns the texts of a row, one per column, and then that for ``below``.
@@ -337,7 +337,7 @@ class Table(Generic[T]):
         self._list(["broker"], (([name], row) for name, row in _rows(found)), nothing)
 
     def show_rows(self, rows: Iterable[T]) -> None:
-        """Print rows as lines, without brokers; or that there are none."""
+        """Print rows as lines, without brokers; or a sentence if there is no row."""
         self._list([], (([], row) for row in rows), f"No {self.things}.")
 
     def show_any(self, found: Found[T]) -> None:

@@ -1,11 +1,11 @@
 """Decisions: the commands with which operators decide about messages set aside.
 
 A decision runs at each chosen broker, for messages that are set aside when it begins there.
-Afterwards, the command prints what was done with how many messages, their first keys, and how many
+Afterwards, the command prints the action, the number of messages, their first keys, and how many
 others stay as they were, with the reason. If a broker fails, its error is shown, and the other
 brokers are decided about as usual.
 
-What was discarded is lost, so `discard` asks first, with the number of messages and their first
+Discarded messages are lost, so `discard` asks first, with the number of messages and their first
 keys; it then concerns only the messages that it has counted. Without a terminal, it needs
 ``--yes``. ``--dry-run`` shows the matches without changing them. A decision about all messages
 needs ``--all``: without numbers or a filter, it is rejected.
@@ -153,7 +153,7 @@ class Decided:
     ids: list[UUID]
     """Ids of the messages that were decided about."""
     keys: list[str]
-    """Keys of the first of them, or their ids."""
+    """Keys of the first messages, or their ids."""
     left: Counted
     """The other matching messages, which stay as they were."""
     stopped: bool

@@ -170,7 +170,7 @@ def explain_(
 ) -> None:
     """Explain where a message would go with the next batch.
 
-    It also says why the other routes do not count, and asks the destinations whether they have the
+    It also shows why the other routes do not count, and asks the destinations whether they have the
     service. Exit code 75: the message would wait, because at some broker no route matches, or
     because a destination lacks the service.
     """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
+from uuid import UUID
 
 import psycopg
 import typer
@@ -25,6 +26,7 @@ from saf.cli.console import Table, confirm, echo
 from saf.errors import UsageError
 from saf.log import stream
 from saf.operating.places import everywhere, store
+from saf.operating.wording import counted, first_of
 
 app = Commands(help="Services: what messages are addressed to.")
 
@@ -88,12 +90,19 @@ def remove(name: Service, *, round_: AtStore, discard: Discard = False, yes: Yes
     _confirm(f"service {name!r}", round_, discard=discard, yes=yes)
 
     def forget(connection: psycopg.Connection[Any]) -> list[str]:
-        services.remove_service(connection, name, discard=discard)
+        given_up = services.remove_service(connection, name, discard=discard)
         left = services.services(connection)
         any_again = ["no service is left, so it stores messages for any service again"]
-        return [f"service {name} removed"] + any_again * (not left)
+        return [f"service {name} removed{_discarded(given_up)}"] + any_again * (not left)
 
     round_.tell("service", forget, list)
+
+
+def _discarded(given_up: Sequence[UUID]) -> str:
+    """Return how many messages were discarded, and the first ids, in words."""
+    if not given_up:
+        return ""
+    return f"; {counted(len(given_up), 'message')} discarded {first_of(map(str, given_up))}"
 
 
 def _confirm(what: str, round_: Round, *, discard: bool, yes: bool) -> None:
@@ -253,5 +262,5 @@ def remove_subscription(
     round_.tell(
         "subscription",
         lambda connection: services.remove_subscription(connection, name, discard=discard),
-        lambda _: f"subscription {name} removed",
+        lambda given_up: f"subscription {name} removed{_discarded(given_up)}",
     )

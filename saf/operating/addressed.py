@@ -20,12 +20,12 @@ from saf.errors import SafError, no_service
 
 @dataclass(kw_only=True)
 class Lacking:
-    """What destinations said about a service."""
+    """Answers of destinations about a service."""
 
     missing: dict[str, str] = field(default_factory=dict)
-    """Those without it: each with a sentence that says what to do."""
+    """Destinations without the service: each with a sentence that names the fix."""
     unasked: dict[str, SafError] = field(default_factory=dict)
-    """Those that did not answer."""
+    """Destinations that did not answer."""
 
 
 def lacking(settings: Settings, destinations: Iterable[str], service: str) -> Lacking:

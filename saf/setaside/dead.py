@@ -37,7 +37,7 @@ BECAUSE: Mapping[str, str] = MappingProxyType(
         UNKNOWN_KEY: "signed by an unknown key",
     }
 )
-"""Reasons in words, where the word alone would not say enough."""
+"""Reasons in words, where the reason alone is too short."""
 
 SHOWN = 1024
 """Characters of a name or a key that are shown; only rows of an older schema have more."""

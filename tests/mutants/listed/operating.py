@@ -40,8 +40,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "lists and decisions leave out the stores",
         FLEETS,
-        "    return Listing(brokers={**_stores(settings), **found.brokers}, problems=found.problems)\n",
-        "    return found\n",
+        "    return Listing(brokers={**_stores(settings), **found.brokers}, ",
+        "    return Listing(brokers={**found.brokers}, ",
         f"{SET_ASIDE}::test_lists_and_decisions_concern_the_sources_and_the_stores",
     ),
     mutant(
