@@ -316,5 +316,5 @@ def _first(names: Sequence[str], others: Mapping[str, int]) -> str:
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
-    names = ", ".join(map(repr, known)) or "none"
-    return f"no {what} {name!r} here, only {names}: create it with `saf {what} create`"
+    others = f", only {', '.join(map(repr, known))}" if known else ""
+    return f"no {what} {name!r} here{others}: create it with `saf {what} create`"
