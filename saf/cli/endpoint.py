@@ -32,6 +32,7 @@ from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError, UsageError
 from saf.message import CONTENT_TYPE
 from saf.operating.endpoints import Following, find
+from saf.operating.places import stores
 from saf.received import READ, Received
 from saf.receiving.dispatch import envelope, stored
 from saf.receiving.dispatch.condition import IN_WORDS, Book
@@ -164,8 +165,11 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
             problems.append(error)
     if as_json:
         echo(json.dumps({"endpoints": rows}, default=str))
-    else:
+    elif rows:
         ENDPOINTS.show_rows(rows)
+    elif not problems:
+        at = ", ".join(stores(settings, None))
+        echo(f"No endpoints in saf.toml{at and ' or at '}{at}.")
     for problem in problems:
         echo(f"saf: {problem}", err=True)
     if problems:

@@ -244,7 +244,7 @@ def test_in_a_pipe_each_row_is_one_line_and_nothing_is_cut(
         ("outbox list --sources", "No messages in the outbox at app."),
         ("outbox list --key A-1", "No matching messages in the outbox at mom, app."),
         ("inbox status", "No subscriptions at mom, app."),
-        ("endpoint list", "No endpoints."),
+        ("endpoint list", "No endpoints in saf.toml or at mom."),
         ("fleet list", "No known members of fleets."),
     ],
 )
