@@ -352,7 +352,7 @@ def test_only_what_was_counted_is_discarded(config: Path, app: Dsn) -> None:
         out, _ = process.communicate(timeout=60)
         os.close(theirs)
         os.close(terminal)
-        assert out.startswith(b"shop: 2 dead letters discarded (")
+        assert out.strip().startswith(b"shop: 2 dead letters discarded (")
         assert fetch(connection, "SELECT id FROM saf.dead_letter ORDER BY id") == [(8,), (9,)]
 
 
