@@ -74,11 +74,11 @@ def test_a_dead_letter_and_what_was_decided_about_it_are_told(
     (aside,) = asked(config, message_id)["shop"]["set_aside"]
     assert (aside["state"], aside["reason"], aside["destination"]) == ("dead", "rejected", "mom")
     counted = saf("dead", "list", "--count", "--json", "--config", config)
-    assert json.loads(counted.stdout)["dead_letters"] == {"shop": 1}
+    assert json.loads(counted.stdout)["dead_letters"] == {"mom": 0, "shop": 1}
     refused = saf("dead", "redirect", "--all", "--to", "mum", "--config", config)
     assert "did you mean 'mom'" in refused.stderr
     done = saf("dead", "redirect", "--all", "--to", "mom", "--why", "mended", "--config", config)
-    assert done.stdout == "shop: 1 message\n"
+    assert done.stdout == "shop: 1 dead letter redirected to mom (k)\n"
     there = asked(config, message_id)["shop"]
     assert [one["state"] for one in there["set_aside"]] == ["parked"]
     assert [(one["action"], one["why"]) for one in there["decided"]] == [

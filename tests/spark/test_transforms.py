@@ -252,7 +252,7 @@ def test_a_dead_letter_is_retried_with_what_was_kept_of_it_which_goes_when_the_d
         ((first,),) = source.execute("SELECT min(dead_letter_id) FROM saf.dead_letter").fetchall()
         assert (
             saf(
-                "dead", "discard", str(first), "--yes", "--broker", "shop", "--config", path
+                "dead", "discard", str(first), "--yes", "--broker", "app", "--config", path
             ).returncode
             == 0
         )
