@@ -332,12 +332,12 @@ class Round:
         """
         stopping = Event()
 
-        def begun(
+        def stoppable(
             decide: Callable[[psycopg.Connection[Any], Callable[[], bool]], T],
         ) -> Callable[[psycopg.Connection[Any]], T]:
             return lambda connection: decide(connection, stopping.is_set)
 
-        jobs = self._begin(role, {name: begun(decide) for name, decide in decisions.items()})
+        jobs = self._begin(role, {name: stoppable(decide) for name, decide in decisions.items()})
         try:
             return self._results({name: job.result for name, job in jobs.items()})
         except KeyboardInterrupt:
