@@ -361,7 +361,7 @@ def chosen(settings: Settings, names: list[str]) -> dict[str, Endpoint]:
 def _state(row: Mapping[str, Any]) -> str:
     """Return the state of an endpoint in words."""
     paused = "" if row["paused_at"] is None else ", paused"
-    return IN_WORDS.get(row["state"], row["state"]) + paused
+    return f"{IN_WORDS.get(row['state'], row['state'])}{paused}"
 
 
 def _moment(when: datetime) -> str:
