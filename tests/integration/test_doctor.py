@@ -271,7 +271,7 @@ def test_a_role_without_pg_read_all_stats_says_what_it_could_not_see(
     with app.connect(role="hidden") as other:
         send(other, "in progress")
         severity, what, cure = the(diagnosis("sight", role))
-        assert (severity, "could not be seen" in what) == ("warning", True)
+        assert (severity, "are hidden from this role" in what) == ("warning", True)
         execute(app, cure)
         assert diagnosis("sight", role) == []
         assert "'saf hidden'" in the(diagnosis("long_transactions", role))[1]
