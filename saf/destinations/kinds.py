@@ -73,6 +73,8 @@ def settings_of(kind: str) -> type[DestinationSettings]:
         raise ValueError(  # noqa: TRY004 - a setting is at fault, for pydantic
             f"kind {kind!r} is {cls!r}, which is not a class of settings: its package is at fault"
         )
+    if cls.open is DestinationSettings.open and not hasattr(cls, "stores"):
+        raise ValueError(f"kind {kind!r} has neither `open` nor `stores`: its package is at fault")
     return cls
 
 

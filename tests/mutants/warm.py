@@ -16,10 +16,14 @@ import select
 import signal
 import sys
 import time
+import traceback
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
+
+RAISED = 70
+"""Exit code where pytest itself has raised an exception, before or after its tests."""
 
 GRACE_SECONDS = 20.0
 """How long a run may take to end that was interrupted, before it is killed."""
@@ -77,7 +81,12 @@ def _become(given: dict[str, Any]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import pytest
 
-    sys.exit(pytest.main(given["arguments"]))
+    try:
+        code = pytest.main(given["arguments"])
+    except Exception:
+        traceback.print_exc()
+        code = RAISED  # an uncaught exception would end the process like a failed test
+    sys.exit(code)
 
 
 def imported(tree: Path) -> list[str]:

@@ -29,6 +29,10 @@ class Paper(DestinationSettings):
     kind: Literal["paper"] = "paper"
     password: SecretStr
     tray: int = 1
+    stores = ("store", "Store")
+
+class Blank(DestinationSettings):
+    kind: Literal["blank"] = "blank"
 """
 
 
@@ -46,7 +50,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: paper-outbox\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         f"[{GROUP}]\npaper = paper_outbox:Paper\nbroken = paper_outbox.broken:Broken\n"
-        "odd = paper_outbox:Literal\n"
+        "odd = paper_outbox:Literal\nblank = paper_outbox:Blank\n"
     )
     (folder / "paper_outbox").mkdir()
     (folder / "paper_outbox" / "__init__.py").write_text(PLUGIN)
@@ -113,7 +117,7 @@ def test_each_kind_has_settings_of_its_own(file: Path, text: str, said: str) -> 
 
 @pytest.mark.usefixtures("package")
 def test_another_package_adds_a_kind(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert known() == sorted(["broken", "odd", "paper", *OURS])
+    assert known() == sorted(["blank", "broken", "odd", "paper", *OURS])
     monkeypatch.setenv("PAPER", "hunter2")
     file.write_text(f'{APP}[destinations.m]\nkind = "paper"\npassword = "${{PAPER}}"\n')
     settings = load(file)
@@ -134,6 +138,9 @@ def test_what_cannot_be_imported_is_said_where_it_is_used_and_not_before(file: P
         "ModuleNotFoundError: No module named 'a_client_that_is_not_installed'"
     )
     assert "which is not a class of settings" in refused(file, '[destinations.m]\nkind = "odd"')
+    assert "kind 'blank' has neither `open` nor `stores`" in refused(
+        file, '[destinations.m]\nkind = "blank"'
+    )
 
 
 @pytest.mark.usefixtures("package")
