@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 from uuid import UUID
 
 
@@ -76,34 +76,47 @@ class Kind(StrEnum):
     (<Origin.RETRY: 'retry'>, <WaitsFor.FOUND_ROUTE: 'found-route'>)
     """
 
-    origin: Origin
-    waits_for: WaitsFor
-    """Lanes of a retry or a replay without a destination wait for a route: see `Lane.waits_for`."""
+    MAIN = "main"
+    SERVICE = "service"
+    ROUTE = "route"
+    RETRY = "retry"
+    REPLAY = "replay"
+    FOUND_ROUTE = "found_route"
+    FOUND_RETRY = "found_retry"
+    FOUND_REPLAY = "found_replay"
+    DOUBT = "doubt"
+    KEY = "key"
+    LATER = "later"
+    AHEAD = "ahead"
 
-    MAIN = "main", Origin.BATCH, WaitsFor.DESTINATION
-    SERVICE = "service", Origin.BATCH, WaitsFor.SERVICE
-    ROUTE = "route", Origin.BATCH, WaitsFor.ROUTE
-    RETRY = "retry", Origin.RETRY, WaitsFor.DESTINATION
-    REPLAY = "replay", Origin.REPLAY, WaitsFor.DESTINATION
-    FOUND_ROUTE = "found_route", Origin.BATCH, WaitsFor.FOUND_ROUTE
-    FOUND_RETRY = "found_retry", Origin.RETRY, WaitsFor.FOUND_ROUTE
-    FOUND_REPLAY = "found_replay", Origin.REPLAY, WaitsFor.FOUND_ROUTE
-    DOUBT = "doubt", Origin.BATCH, WaitsFor.OUTCOME
-    KEY = "key", Origin.BATCH, WaitsFor.HANDLER
-    LATER = "later", Origin.BATCH, WaitsFor.TIME
-    AHEAD = "ahead", Origin.BATCH, WaitsFor.CONVERSATION
+    @property
+    def origin(self) -> Origin:
+        """Where the messages come from."""
+        return PAIRS[self][0]
 
-    def __new__(
-        cls,
-        value: str,
-        origin: Origin = Origin.BATCH,
-        waits_for: WaitsFor = WaitsFor.DESTINATION,
-    ) -> Self:
-        """Make a member, which is the text of its name."""
-        kind = str.__new__(cls, value)
-        kind._value_ = value
-        kind.origin, kind.waits_for = origin, waits_for
-        return kind
+    @property
+    def waits_for(self) -> WaitsFor:
+        """What they wait for; `Lane.waits_for` also knows whether a lane has a destination."""
+        return PAIRS[self][1]
+
+
+PAIRS: Mapping[Kind, tuple[Origin, WaitsFor]] = MappingProxyType(
+    {
+        Kind.MAIN: (Origin.BATCH, WaitsFor.DESTINATION),
+        Kind.SERVICE: (Origin.BATCH, WaitsFor.SERVICE),
+        Kind.ROUTE: (Origin.BATCH, WaitsFor.ROUTE),
+        Kind.RETRY: (Origin.RETRY, WaitsFor.DESTINATION),
+        Kind.REPLAY: (Origin.REPLAY, WaitsFor.DESTINATION),
+        Kind.FOUND_ROUTE: (Origin.BATCH, WaitsFor.FOUND_ROUTE),
+        Kind.FOUND_RETRY: (Origin.RETRY, WaitsFor.FOUND_ROUTE),
+        Kind.FOUND_REPLAY: (Origin.REPLAY, WaitsFor.FOUND_ROUTE),
+        Kind.DOUBT: (Origin.BATCH, WaitsFor.OUTCOME),
+        Kind.KEY: (Origin.BATCH, WaitsFor.HANDLER),
+        Kind.LATER: (Origin.BATCH, WaitsFor.TIME),
+        Kind.AHEAD: (Origin.BATCH, WaitsFor.CONVERSATION),
+    }
+)
+"""The origin of each kind, and what its messages wait for."""
 
 
 def _waiting_for(*things: WaitsFor) -> tuple[Kind, ...]:

@@ -228,7 +228,8 @@ def test_explain_says_which_destination_could_not_be_asked(folder: Path, app: Ds
     config = configure(folder / "gone.toml", {"shop": app}, {"mom": gone})
     done = saf("route", "explain", "billing", "--config", config)
     assert done.returncode == 0, "the route is known"
-    assert "whether mom has the service is not known: destination 'mom' is unavail" in done.stderr
+    unknown = "saf: whether mom has the service is not known: database dbname=mom "
+    assert unknown in done.stderr
 
 
 def test_what_is_wrong_is_named_with_what_was_meant(folder: Path) -> None:
