@@ -424,7 +424,7 @@ def test_explain_of_a_router_says_who_knows(folder: Path) -> None:
     saf("router", "add", "departures", "--sql", "text", cwd=folder)
     done = saf("route", "explain", "departures", cwd=folder)
     assert done.returncode == DONE
-    assert "goes to where its router says: saf router explain departures" in done.stdout
+    assert "goes where its router says: `saf router explain departures" in done.stdout
     one = explained(folder, "departures")
     assert (one["router"], one["destinations"]) == (True, [])
 
