@@ -21,9 +21,9 @@ import psycopg
 
 from saf.database import Dsn
 
-MOST = 6
-"""Connections that a process keeps: to read and mark at two sources, and for two destinations. A
-process that serves more sources in turn makes room for them."""
+MOST = 10
+"""Connections that a process keeps: three each to two sources, and two each to two destinations.
+A process that serves more sources in turn makes room for them."""
 IDLE_SECONDS = 60.0
 """Seconds that an unused connection is kept."""
 
@@ -81,7 +81,7 @@ def put(keep: bool, role: str, dsn: Dsn, connection: Closeable) -> None:
 def make_room(sources: int) -> None:
     """Keep the connections of ``sources`` sources, instead of two."""
     global _most  # noqa: PLW0603 - one per process, like `_kept`
-    _most = max(_most, MOST + 2 * (sources - 2))
+    _most = max(_most, MOST + 3 * (sources - 2))
 
 
 def forget(dsn: Dsn) -> None:

@@ -141,6 +141,28 @@ class Destination(Protocol):
         """Close the connection."""
 
 
+class FewMessages(Protocol):
+    """A session that stores few messages of one source by one statement."""
+
+    identity: UUID
+    """The permanent id of the destination."""
+
+    def store(self, given: Mapping[str, Any]) -> bool:
+        """Store messages exactly once and durably, if nothing must be decided about them.
+
+        Return False if nothing was changed, because the destination's marks are not the known ones,
+        or it may not store all of the messages.
+
+        Args:
+            given: the ``source``; the columns of messages, by name, in order; the parameters of
+                `saf.destinations.marks.PLACES`; ``batch`` and ``opened_at`` of the marks to move
+                to; the ``services`` addressed; and the ``destination``, which must be this one.
+        """
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Compared:
     """Range of a comparison."""

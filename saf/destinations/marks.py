@@ -43,6 +43,14 @@ from uuid import UUID
 from saf.log.cursor import TIMES
 from saf.setaside.lane import Kind, Lane
 
+PLACES = """
+unnest(%(place_shards)s, %(place_epochs)s, %(place_asides)s, %(place_last)s, %(known_batches)s,
+       %(known_positions)s, %(known_moments)s)
+    AS p (shard, epoch, aside, last, batch, position, opened_at)
+"""
+"""SQL: the own places of shards, with their epochs, the last message to store, the marks known of
+them, and when messages were last set aside."""
+
 Place = tuple[str, int]
 """A lane and a shard: each place has a mark. The quality and `place_name` make the lane's name."""
 

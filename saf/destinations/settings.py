@@ -20,7 +20,7 @@ rejected when its class is defined. A message of a server or a driver may quote 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
@@ -43,7 +43,7 @@ from pydantic import (
 
 from saf.database import Dsn
 from saf.database.bounds import Bounds
-from saf.destinations import Capabilities, Destination, Reading
+from saf.destinations import Capabilities, Destination, FewMessages, Reading
 from saf.destinations.marks import Known
 from saf.errors import CannotReadBack, Refused
 
@@ -140,6 +140,10 @@ class DestinationSettings(BaseModel):
         """Return the destination, not connected yet. ``keep``: stay connected for the next task."""
         module, destination = self.stores
         return cast("Destination", getattr(self._module(name, module), destination)(name, self))
+
+    def few_messages(self) -> Callable[[], FewMessages] | None:
+        """Return what opens a session for few messages; None if the kind has no such sessions."""
+        return None
 
     def identity(self, name: str) -> UUID:
         """Return the destination's identity like `Destination.identity`, over its own connection.

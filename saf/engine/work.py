@@ -46,6 +46,11 @@ class Work:
     batch: Batch
     routes: Routes
     """The routes that were frozen with the batch."""
+    new: bool = False
+    """Whether no task has had the batch before."""
+    configured: str | None = None
+    """Fingerprint of the configuration that the routes were frozen of; see `saf.routing.routes`.
+    None: the routes change with time."""
     much: bool = False
     """Whether the work is large enough for more than one task."""
     deep: bool = False

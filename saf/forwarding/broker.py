@@ -38,7 +38,7 @@ from saf.log.shards import NEWEST, Member
 from saf.operating.repair.new_id import Place
 from saf.routing.matching import Routes
 from saf.routing.routers import with_problems
-from saf.routing.routes import NOTHING, Declared, current_routes, freeze, frozen_routes
+from saf.routing.routes import NOTHING, Declared, configuration, freeze, frozen_routes
 from saf.setaside import backoff
 from saf.setaside.backoff import Summary
 from saf.setaside.lane import Kind
@@ -242,11 +242,13 @@ class SourceBroker:
                 connection, member.subscription_id, member.member_id
             )
             opened: list[cursor.Batch] = []
+            configured = None
             new = cursor.new_rows(connection, LOG, owned.idle, most=LITTLE + 1)
             if due or new:
                 known = self.identities.known() if self.identities else None
-                routes = current_routes(connection, default_destination, self.declared, known)
-                version = freeze(connection, with_problems(routes))
+                rows = configuration(connection, default_destination, self.declared, known)
+                configured = rows.lasting
+                version = freeze(connection, with_problems(rows.in_force))
                 opened = cursor.open_batch(connection, LOG, member, version)
             if not (owned.in_hand or opened):
                 return []
@@ -254,6 +256,7 @@ class SourceBroker:
             since = vouched_since(connection)
             work = [self._work(connection, batch, since) for batch in [*owned.in_hand, *opened]]
             little = opened if new <= LITTLE else []
+            work = [replace(item, new=item.batch in opened, configured=configured) for item in work]
             return [
                 item if item.batch in little else self._sized(connection, item)
                 for item in work

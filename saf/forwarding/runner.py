@@ -86,10 +86,13 @@ def run_item(
     ``closes`` is as in `saf.engine.task.Task`.
     """
     # these need Arrow; a driver of Spark does not
+    from saf.engine import little
     from saf.engine.context import Context
     from saf.engine.source import messages
     from saf.engine.task import Task
 
+    if closes and (receipts := little.forward(number, item, rules)) is not None:
+        return receipts
     with closing(messages(item, rules.max_bytes)) as rows:
         return Task(Context(number, item, rules), closes=closes).run(rows)
 

@@ -32,6 +32,12 @@ from saf.routing.matching import FORWARD, REDIRECT, Route, Router, Routes, by_pr
 Origin = Literal["saf.route", "saf.router", "saf.toml", "default", "broker_id"]
 
 TOPICS = "SELECT name FROM saf.topic ORDER BY name"
+FINGERPRINT = f"""
+md5(concat((SELECT json_agg(r) FROM saf.route AS r), ARRAY({TOPICS})::text,
+           (SELECT json_agg(r) FROM saf.router AS r)))
+"""
+"""SQL: a text that changes with the rows of routes, topics and routers, and perhaps without."""
+
 CONFIGURED = f"""
 SELECT now(),
        (SELECT coalesce(json_agg(r), '[]') FROM (
@@ -41,7 +47,7 @@ SELECT now(),
        (SELECT coalesce(json_agg(r), '[]') FROM (
             SELECT service, kind, expression, once_per, mode, enabled, comment
             FROM saf.router) AS r),
-       (SELECT brokers FROM saf.route_version ORDER BY version DESC LIMIT 1)
+       (SELECT brokers FROM saf.route_version ORDER BY version DESC LIMIT 1), {FINGERPRINT}
 """
 
 # An upsert: with delete and insert, a route that is added again would be missing for a moment
@@ -154,6 +160,13 @@ class Configuration:
     """Broker that each destination is known to be."""
     now: datetime
     """Time of reading, by the broker's clock."""
+    fingerprint: str
+    """`FINGERPRINT` of the rows."""
+
+    @property
+    def lasting(self) -> str | None:
+        """The fingerprint; None if the routes in force change with time alone."""
+        return None if any(entry.expires_at for entry in self.routes) else self.fingerprint
 
     @property
     def in_force(self) -> Routes:
@@ -180,7 +193,7 @@ def configuration(
     ``identities`` has the broker that each destination reports to be. For a destination that did
     not answer, and for all if ``identities`` is None, the identity in the latest batch counts.
     """
-    ((now, of_routes, names, of_routers, known),) = fetch(connection, CONFIGURED)
+    ((now, of_routes, names, of_routers, known, fingerprint),) = fetch(connection, CONFIGURED)
     routes = [_configured(**row) for row in of_routes]
     rows = {entry.named for entry in routes}
     routers = {entry.router.service: entry for entry in declared.routers}
@@ -196,6 +209,7 @@ def configuration(
         routers=tuple(routers[service] for service in sorted(routers)),
         brokers=_brokers(known or {}, identities),
         now=now,
+        fingerprint=fingerprint,
     )
 
 

@@ -43,6 +43,16 @@ Carried = tuple[bytes | UUID, str | None]
 """A message's id, and its headers as JSON text."""
 
 
+def records() -> bool:
+    """Return whether this process records spans."""
+    if not on():
+        return False
+    from opentelemetry import trace
+
+    none = (trace.ProxyTracerProvider, trace.NoOpTracerProvider)
+    return not isinstance(trace.get_tracer_provider(), none)
+
+
 @contextmanager
 def forwarding(destination: str, rows: Any) -> Iterator[None]:
     """Run the block that stores a chunk, an Arrow table, at a destination."""

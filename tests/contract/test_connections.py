@@ -144,7 +144,7 @@ def test_a_process_that_deals_with_many_sources_keeps_more(
     monkeypatch.setattr(connections, "_most", connections.MOST)
     connections.make_room(4)
     connections.make_room(1)
-    most = connections.MOST + 4
+    most = connections.MOST + 6
     for number in range(most + 1):
         taken = connections.take(
             f"role {number}", app, lambda: app.connect(role="one"), lambda c: c.execute("SELECT 1")

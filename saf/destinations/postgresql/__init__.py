@@ -9,9 +9,10 @@ inbox's messages of a source, and its watermarks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, Self
 from uuid import UUID
 
@@ -20,7 +21,14 @@ from psycopg import sql
 
 from saf.database import Dsn, check_schema, fetch, of_broker, unavailable_if_lost
 from saf.database.bounds import Bounds
-from saf.destinations import Capabilities, Compared, Destination, Figures, Reading
+from saf.destinations import (
+    Capabilities,
+    Compared,
+    Destination,
+    FewMessages,
+    Figures,
+    Reading,
+)
 from saf.destinations.marks import Known, Mark, Place
 from saf.destinations.settings import DestinationSettings, DsnField, Guarantee
 from saf.log.side import IN_RANGE, PLAIN, Side, in_order, open_side, shard_of
@@ -77,6 +85,12 @@ class Postgresql(DestinationSettings):
         from saf.destinations.postgresql import inbox  # needs Arrow, which drivers lack
 
         return inbox.PostgresInbox(name, self.dsn, keep=keep)
+
+    def few_messages(self) -> Callable[[], FewMessages] | None:
+        """Return what opens a session; see `DestinationSettings.few_messages`."""
+        from saf.destinations.postgresql import little
+
+        return partial(little.FewMessages, self.dsn)
 
     def identity(self, name: str) -> UUID:
         """Return the broker_id; see `DestinationSettings.identity`."""
