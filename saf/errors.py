@@ -61,6 +61,7 @@ tell errors apart by class, and find the value at fault in the attributes.
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 import sys
@@ -547,24 +548,63 @@ class SparkGone(SafError):
 
 
 class UnknownService(SafError):
-    """A destination does not know an addressed service. Nothing was stored."""
+    """A destination does not have an addressed service. Nothing was stored.
+
+    ``known`` has the services that it has, and ``broker`` its name in saf.toml, if they are known.
+    """
 
     exit_code = 75
     needs_operator = True
 
-    def __init__(self, destination: str, services: Sequence[str]) -> None:
-        names = ", ".join(map(repr, services[:NAMED]))
-        more = len(services) - NAMED
+    def __init__(
+        self,
+        destination: str,
+        services: Sequence[str],
+        *,
+        known: Iterable[str] = (),
+        broker: str | None = None,
+    ) -> None:
         super().__init__(
-            f"{destination} knows no service {names}{f' and {more} more' if more > 0 else ''}: add "
-            "it to saf.service there; its messages are parked until then"
+            f"{no_service(destination, services, known=known, broker=broker)}; its messages wait "
+            "until then"
         )
         self.destination = destination
         self.services = services
+        self.known = known
+        self.broker = broker
 
     def of(self, service: str) -> UnknownService:
         """Return the error for one of the services."""
-        return UnknownService(self.destination, [service])
+        return UnknownService(self.destination, [service], known=self.known, broker=self.broker)
+
+
+def no_service(
+    where: str, services: Sequence[str], *, known: Iterable[str] = (), broker: str | None = None
+) -> str:
+    """Say that a place lacks services, which ones may be meant, and how to create them.
+
+    >>> print(no_service("ledger", ["biling"], known=["billing"], broker="ledger"))
+    ledger has no service 'biling'. Did you mean 'billing'? Create it: `saf service create biling \
+--broker ledger`
+    >>> print(no_service("destination 'web'", ["a", "b"]))
+    destination 'web' has no services 'a', 'b'. Create them there: `saf service create a b`
+    """
+    named = services[:NAMED]
+    more = len(services) - NAMED
+    others = {*known} - {*services}
+    near = [
+        repr(match)
+        for service in named
+        for match in difflib.get_close_matches(service, sorted(others), n=1)
+    ]
+    at = ("--broker", broker) if broker is not None else ()
+    return (
+        f"{where} has no {'service' if len(services) == 1 else 'services'} "
+        f"{', '.join(map(repr, named))}{f' and {more} more' if more > 0 else ''}. "
+        + (f"Did you mean {' and '.join(dict.fromkeys(near))}? " if near else "")
+        + f"Create {'it' if len(services) == 1 else 'them'}{'' if at else ' there'}: "
+        f"`{shlex.join(('saf', 'service', 'create', *named, *at))}`"
+    )
 
 
 class AnotherBroker(SafError):
@@ -576,7 +616,7 @@ class AnotherBroker(SafError):
     def __init__(self, destination: str, broker: str, others: Sequence[str]) -> None:
         super().__init__(
             f"{destination} is broker {broker}, and refuses messages for {', '.join(others)}: "
-            "add that broker to saf.toml as a destination; they are parked until then"
+            "add that broker to saf.toml as a destination; they wait until then"
         )
         self.broker = broker
         self.others = others
@@ -591,8 +631,8 @@ class NoDialogs(SafError):
     def __init__(self, destination: str, services: Sequence[str]) -> None:
         super().__init__(
             f"{destination} takes no messages of dialogs, because no answer could ever come from "
-            f"there: route {', '.join(map(repr, services[:NAMED]))} to a broker; they are parked "
-            "until then"
+            f"there: route {', '.join(map(repr, services[:NAMED]))} to a broker; they wait until "
+            "then"
         )
         self.destination = destination
         self.services = services
@@ -616,15 +656,16 @@ class Unroutable(SafError):
         known = "".join(f", destination {name!r} is {one}" for name, one in elsewhere.items())
         if broker is None:
             problem = (
-                f"no route for service {service!r}: run `saf route add`, or set "
-                "forwarder.default_destination in saf.toml"
+                f"no route for service {service!r}. Add one: "
+                f"`{shlex.join(('saf', 'route', 'add', 'DESTINATION', '--service', service))}`, or "
+                "set forwarder.default_destination in saf.toml"
             )
         else:
             problem = (
                 f"no destination is known to be broker {broker}, which messages for service "
                 f"{service!r} are addressed to{known}: add that broker to saf.toml as a destination"
             )
-        super().__init__(f"{problem}; its messages are parked until then")
+        super().__init__(f"{problem}; its messages wait until then")
         self.service = service
         self.broker = broker
         self.elsewhere = elsewhere
@@ -730,7 +771,7 @@ class Behind(SafError):
         lower: object = None,
     ) -> None:
         last = f"since a batch of {since.isoformat()}" if since else "or never had any"
-        example = f", such as: {lower}" if lower else ""
+        example = f", for example: {lower}" if lower else ""
         super().__init__(
             f"{where} has lost messages that it acknowledged of {in_words(shards)}, "
             f"{last}{example}. It seems to be restored from a backup. Nothing was written. "

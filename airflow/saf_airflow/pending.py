@@ -97,7 +97,10 @@ class SafPendingTrigger(BaseEventTrigger):
             return {}
         for state in STATES:
             try:
-                done = await saf.ask("outbox", "list", "--state", state, "--limit", "1", "--json")
+                done = await saf.ask(
+                    *("outbox", "list", "--sources"),
+                    *("--state", state, "--limit", "1", "--json"),
+                )
             except (OSError, TimeoutError) as error:
                 self.log.error(  # noqa: TRY400 - readers need no traceback
                     "%s cannot be asked: %s", saf.command, error

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
+from uuid import UUID
 
 import psycopg
 from psycopg.rows import class_row
@@ -124,6 +125,11 @@ class Subscription:
     created_at: datetime
 
 
+def service_names(connection: psycopg.Connection[Any]) -> list[str]:
+    """Return the names of a broker's services. If it has none, it takes messages for any."""
+    return [name for (name,) in fetch(connection, "SELECT name FROM saf.service ORDER BY name")]
+
+
 def services(connection: psycopg.Connection[Any]) -> list[Service]:
     """Return the services of a broker, by name."""
     with psycopg.Cursor(connection, row_factory=class_row(Service)) as cursor:
@@ -177,22 +183,26 @@ def create_service(
 
 def remove_service(
     connection: psycopg.Connection[Any], name: str, *, discard: bool = False
-) -> None:
+) -> list[UUID]:
     """Remove a service and its subscriptions; this broker stores no messages for it any more.
+
+    Return the ids of messages that are given up, as `remove_subscription` does.
 
     Raises:
         ConfigurationError: the service does not exist.
         UsageError: it has a local route, by which senders store messages for it here; or one of its
             subscriptions has messages left, and ``discard`` is false.
     """
+    given_up: list[UUID] = []
     with connection.transaction():
         refuse_local(connection, name, "removed")
         for item in subscriptions(connection):
             if item.service == name:
-                remove_subscription(connection, item.name, discard=discard)
+                given_up += remove_subscription(connection, item.name, discard=discard)
         if not fetch(connection, REMOVE_SERVICE, {"name": name}):
             known = [service.name for service in services(connection)]
             raise ConfigurationError(_unknown("service", name, known))
+    return given_up
 
 
 def subscriptions(connection: psycopg.Connection[Any]) -> list[Subscription]:
@@ -252,11 +262,11 @@ def create_subscription(
 
 def remove_subscription(
     connection: psycopg.Connection[Any], name: str, *, discard: bool = False
-) -> None:
+) -> list[UUID]:
     """Remove a reader, with its parked messages and dead letters. Stop its receivers first.
 
-    Messages that are given up by this are recorded in the audit; the dialog's id stands for a large
-    body of which only a part has arrived.
+    Return the ids of messages that are given up by this, and record them in the audit. The dialog's
+    id stands for a large body of which only a part has arrived.
 
     Raises:
         ConfigurationError: the subscription does not exist.
@@ -273,6 +283,7 @@ def remove_subscription(
             "large bodies received in part": incomplete,
         }
         left = [kind for kind, exists in kinds.items() if exists]
+        given_up: list[UUID] = []
         if left and not discard:
             raise UsageError(
                 f"subscription {name!r} has {' and '.join(left)}: handle them first, or "
@@ -283,6 +294,7 @@ def remove_subscription(
             why = f"subscription {name!r} is removed, and has {' and '.join(left)}"
             audit(connection, "discard", given_up, why)
         connection.execute(REMOVE_SUBSCRIPTION, params)
+    return given_up
 
 
 def _check(what: str, name: str) -> None:
@@ -304,5 +316,5 @@ def _first(names: Sequence[str], others: Mapping[str, int]) -> str:
 
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
-    names = ", ".join(map(repr, known)) or "none"
-    return f"no {what} {name!r} here, only {names}: create it with `saf {what} create`"
+    others = f", only {', '.join(map(repr, known))}" if known else ""
+    return f"no {what} {name!r} here{others}: create it with `saf {what} create`"

@@ -40,7 +40,7 @@ from saf.cli import (
     ui,
     worker,
 )
-from saf.cli.brokers import Commands
+from saf.cli.brokers import DECIDE, LOOK, REPAIR, RUN, SET_UP, Commands
 from saf.cli.console import (
     INTERRUPTED,
     echo,
@@ -108,47 +108,51 @@ def options(
     """Transactional store-and-forward outbox for PostgreSQL."""
 
 
-app.command("init")(init.command)
-app.command("migrate")(schema.migrate)
-app.command("apply")(apply.command)
-app.command("export")(apply.export)
-app.add_typer(asyncapi.app, name="asyncapi")
-app.command("grant")(schema.grant)
-app.add_typer(schema.sending, name="sender")
-app.command("forward", epilog=in_words())(forward.command)
-app.command("status")(status.status)
-app.command("members")(status.members)
-app.command("metrics")(metrics.command)
-app.command("ui")(ui.command)
-app.command("worker")(worker.command)
-app.command("dispatch")(endpoint.command)
-app.add_typer(endpoint.app, name="endpoint")
-app.add_typer(broker.app, name="broker")
-app.add_typer(broker.fleets, name="fleet")
-app.add_typer(route.app, name="route")
-app.add_typer(route.topics, name="topic")
-app.add_typer(router.app, name="router")
-app.add_typer(router.transforms, name="transform")
-app.add_typer(service.app, name="service")
-app.add_typer(service.subscriptions, name="subscription")
-app.command("message")(messages.message)
-app.add_typer(messages.outboxes, name="outbox")
-app.add_typer(messages.inboxes, name="inbox")
-app.add_typer(dialog.app, name="dialog")
-app.add_typer(dialog.agreements, name="contract")
-app.add_typer(set_aside.parking, name="parked")
-app.add_typer(set_aside.letters, name="dead")
-app.add_typer(doctor.destinations, name="destination")
-app.add_typer(doctor.lakes, name="lake")
-app.command("purge")(purge.command)
-app.command("reconcile")(repair.reconcile_)
-app.command("replay")(repair.replay)
-app.command("rebase")(repair.rebase_)
-app.command("doctor")(doctor.doctor)
+app.command("init", rich_help_panel=SET_UP)(init.command)
+app.command("migrate", rich_help_panel=SET_UP)(schema.migrate)
+app.command("grant", rich_help_panel=SET_UP)(schema.grant)
+app.add_typer(service.app, name="service", rich_help_panel=SET_UP)
+app.add_typer(service.subscriptions, name="subscription", rich_help_panel=SET_UP)
+app.add_typer(route.app, name="route", rich_help_panel=SET_UP)
+app.add_typer(route.topics, name="topic", rich_help_panel=SET_UP)
+app.add_typer(router.app, name="router", rich_help_panel=SET_UP)
+app.add_typer(router.transforms, name="transform", rich_help_panel=SET_UP)
+app.add_typer(endpoint.app, name="endpoint", rich_help_panel=SET_UP)
+app.add_typer(dialog.agreements, name="contract", rich_help_panel=SET_UP)
+app.add_typer(schema.sending, name="sender", rich_help_panel=SET_UP)
+app.command("apply", rich_help_panel=SET_UP)(apply.command)
+app.command("export", rich_help_panel=SET_UP)(apply.export)
+app.add_typer(asyncapi.app, name="asyncapi", rich_help_panel=SET_UP)
+
+app.command("forward", epilog=in_words(), rich_help_panel=RUN)(forward.command)
+app.command("worker", rich_help_panel=RUN)(worker.command)
+app.command("dispatch", rich_help_panel=RUN)(endpoint.command)
+app.command("ui", rich_help_panel=RUN)(ui.command)
+app.command("metrics", rich_help_panel=RUN)(metrics.command)
+app.command("purge", rich_help_panel=RUN)(purge.command)
+app.add_typer(doctor.lakes, name="lake", rich_help_panel=RUN)
 if (demo := _demo()) is _no_demo:
-    app.command("demo", context_settings=ANY_OPTIONS)(demo)
+    app.command("demo", context_settings=ANY_OPTIONS, rich_help_panel=RUN)(demo)
 else:
-    app.command("demo")(demo)
+    app.command("demo", rich_help_panel=RUN)(demo)
+
+app.command("status", rich_help_panel=LOOK)(status.status)
+app.command("members", rich_help_panel=LOOK)(status.members)
+app.command("message", rich_help_panel=LOOK)(messages.message)
+app.add_typer(messages.outboxes, name="outbox", rich_help_panel=LOOK)
+app.add_typer(messages.inboxes, name="inbox", rich_help_panel=LOOK)
+app.add_typer(dialog.app, name="dialog", rich_help_panel=LOOK)
+app.add_typer(broker.app, name="broker", rich_help_panel=LOOK)
+app.add_typer(broker.fleets, name="fleet", rich_help_panel=LOOK)
+app.add_typer(doctor.destinations, name="destination", rich_help_panel=LOOK)
+
+app.add_typer(set_aside.parking, name="parked", rich_help_panel=DECIDE)
+app.add_typer(set_aside.letters, name="dead", rich_help_panel=DECIDE)
+
+app.command("doctor", rich_help_panel=REPAIR)(doctor.doctor)
+app.command("reconcile", rich_help_panel=REPAIR)(repair.reconcile_)
+app.command("replay", rich_help_panel=REPAIR)(repair.replay)
+app.command("rebase", rich_help_panel=REPAIR)(repair.rebase_)
 
 
 def program() -> None:
@@ -190,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         give_up_output()
         plain_console(stderr=True).print(
-            f"saf: its output cannot be written: {error.strerror}; what the command did is done",
+            f"saf: the output cannot be written: {error.strerror}; the command's changes are done",
             style="red",
             soft_wrap=True,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Annotated, Any
 import psycopg
 import typer
 
-from saf.cli.brokers import AsJson, Config, Everywhere, Round, Where
-from saf.cli.console import Table, echo
+from saf.cli.brokers import AsJson, Config, Everywhere, Round, Where, Yes
+from saf.cli.console import Table, confirm, echo
 from saf.cli.route import warn_of_early
 from saf.config import Settings, load
 from saf.database import Dsn
-from saf.errors import ConfigurationError, UsageError
+from saf.errors import ConfigurationError
 from saf.operating.places import Listing as Found
 from saf.operating.places import chosen
 from saf.operating.plans.difference import Change, Difference, broker_id, difference, listed
@@ -26,12 +25,13 @@ from saf.operating.plans.file import BrokerPlan, Plan, as_tables, broker_plan, c
 from saf.operating.plans.tables import OTHER, Entries
 
 HEADER = (
-    "# What the brokers have, as `saf export` has found it; `saf apply FILE` makes them so again.",
-    "# A table that is left out stays unchanged; an empty table means that no entry exists.",
+    "# What the brokers had when `saf export` ran; `saf apply FILE` creates it again.",
+    "# A missing table stays unchanged; an empty table means that no entry exists.",
 )
 
 CHANGES = Table[Change](
     *("to do", "what"),
+    things="changes",
     below="with",
     cells=lambda change: (
         change.action, change.table.described(change.key), "; ".join(change.details())
@@ -40,10 +40,12 @@ CHANGES = Table[Change](
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="The plan, in TOML; see docs/setting-up.md.")],
+    file: Annotated[Path, typer.Argument(help="Plan in TOML; see docs/setting-up.md.")],
     *,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the difference.")] = False,
+    yes: Yes = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the difference without changing it.")
+    ] = False,
     prune: Annotated[
         bool, typer.Option("--prune", help="Remove entries that the plan's tables do not name.")
     ] = False,
@@ -58,17 +60,17 @@ def command(
         bool,
         typer.Option(
             "--allow-breaking",
-            help="Also create versions of message types that reject bodies of the version before.",
+            help="Create versions of message types even if they reject older bodies.",
         ),
     ] = False,
     config: Config = None,
     broker: Where = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make brokers match a plan.
+    """Apply a plan: create what is missing, after asking.
 
-    It shows the difference, asks, and applies it. All changes of one broker are one transaction.
-    Repeating it changes nothing. Entries that the plan does not name stay, unless --prune is given.
+    It shows the difference first. All changes of one broker are one transaction. Repeating it
+    changes nothing. Entries that the plan does not name stay, unless --prune is given.
     """
     settings, plan = load(config), read(file)
     check(plan, settings)
@@ -90,8 +92,7 @@ def command(
     if to_do and not dry_run:
         if not allow_breaking:
             _refuse_breaking(to_do)
-        if not yes:
-            _ask(as_json=as_json)
+        confirm("Apply it?", yes=yes, dry_run="see the difference", as_json=as_json)
         changing = round_.among(to_do)
         done = changing.visit_each(
             "apply",
@@ -120,10 +121,7 @@ def command(
 
 
 def export(*, round_: Everywhere) -> None:
-    """Print a plan with everything that brokers have.
-
-    Without --broker: all brokers and destinations of saf.toml.
-    """
+    """Export everything that brokers have, as a plan."""
     found = round_.visit("export", _listed)
     for line in _exported(found):
         echo(line)
@@ -134,24 +132,20 @@ def show(differences: Mapping[str, Difference]) -> None:
     """Print the changes to make, and what stays."""
     CHANGES.show_any({name: item.changes for name, item in differences.items()})
     if differences and not any(item.changes for item in differences.values()):
-        echo("nothing to do: the brokers are as the plan says")
+        echo("nothing to do: the brokers match the plan")
     for name, item in differences.items():
         if item.refused:
             others = ", ".join(f"{service} ({count:,})" for service, count in item.refused.items())
             echo(
-                f"{name}: these are its first services, and messages for others wait from then on; "
+                f"{name}: these are its first services, so messages for other services will wait; "
                 f"its inbox has some for {others}"
             )
         if item.any_again:
-            echo(f"{name}: it will have no service left, and store messages for any service again")
+            echo(f"{name}: no service will be left, so it stores messages for any service again")
         if item.only_senders:
-            echo(
-                f"{name}: these are its first rules for senders, and nobody sends without one then"
-            )
+            echo(f"{name}: these are its first rules for senders, so nobody can send without one")
         if item.any_sender:
-            echo(
-                f"{name}: it will have no rule for senders left: any writer may send as any service"
-            )
+            echo(f"{name}: no rule for senders will be left, so any writer may send as any service")
         for reason in item.breaking:
             echo(f"{name}: {reason}")
         if item.kept:
@@ -197,13 +191,6 @@ def _refuse_twins(identities: Mapping[str, str]) -> None:
     for name, identity in identities.items():
         if (other := names.setdefault(identity, name)) != name:
             raise ConfigurationError(f"{other!r} and {name!r} of the plan are the same broker")
-
-
-def _ask(*, as_json: bool) -> None:
-    if as_json or not sys.stdin.isatty():
-        raise UsageError("nothing is changed yet: add --yes, or --dry-run to see the difference")
-    if not typer.confirm("Do it?", err=True):
-        raise typer.Exit(0)
 
 
 def _refuse_breaking(differences: Mapping[str, Difference]) -> None:

@@ -25,7 +25,7 @@ def export(
     module: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE", help="The Python module with the events, such as shop.events."
+            metavar="MODULE", help="Python module with the events, such as shop.events."
         ),
     ],
     *,

@@ -13,16 +13,17 @@ from saf.cli.console import Table, echo
 from saf.config import Broker, Settings, load
 from saf.database import unavailable_if_lost
 from saf.errors import UsageError
-from saf.operating.places import Member, everywhere, memory
+from saf.operating.places import Member, everywhere, is_source, memory
 from saf.operating.repair.new_id import Renewed, give_new_id, place
 from saf.operating.status import Identity, identity
 from saf.operating.wording import counted
 
 app = Commands(help="Brokers: the databases with the schema saf.")
-fleets = Commands(help="Members of fleets, and which are missing.")
+fleets = Commands(help="Fleets: their members, and the missing ones.")
 
 BROKERS = Table[tuple[list[str], Identity]](
     *("broker_id", "used as", "database", "shards", "schema", "PostgreSQL"),
+    things="brokers",
     cells=lambda row: (
         str(row[1].broker_id), " and ".join(row[0]), row[1].database, str(row[1].shards),
         row[1].schema, row[1].postgresql,
@@ -31,6 +32,7 @@ BROKERS = Table[tuple[list[str], Identity]](
 )  # fmt: skip
 MEMBERS = Table[Member](
     *("member", "broker_id", "missing since"),
+    things="known members of fleets",
     cells=lambda member: (
         member.name, str(member.broker_id or ""), member.missing_since or ""
     ),
@@ -39,7 +41,7 @@ MEMBERS = Table[Member](
 
 @app.command("list")
 def list_(*, round_: Everywhere, as_json: AsJson = False) -> None:
-    """Show each broker with its broker_id.
+    """List the brokers with their broker_ids.
 
     Routes by broker, and messages to one broker, name the broker_id. The list also shows whether
     saf.toml has the broker as a source, as a destination, or as both.
@@ -55,18 +57,18 @@ def new_id(
     *,
     config: Config = None,
     broker: Annotated[
-        str, typer.Option("--broker", metavar="NAME", help="The copy, by its name in saf.toml.")
+        str, typer.Option("--broker", metavar="NAME", help="Name of the copy in saf.toml.")
     ],
     alone: Annotated[
         bool,
         typer.Option(
             "--alone",
-            help="The original is not in saf.toml: the copy keeps all pending messages.",
+            help="Confirm that the original is not in saf.toml: the copy keeps pending messages.",
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a copy of a broker a broker of its own.
+    """Give a copy of a broker its own broker_id.
 
     A copy, such as one by CREATE DATABASE … TEMPLATE, has its original's broker_id. This command
     gives it a new one. The original still sends the messages that were pending when the copy was
@@ -106,10 +108,10 @@ def new_id(
             row = asdict(done) | {"broker": name, "broker_id": str(done.broker_id)}
             echo(json.dumps(row | {"original": original, "errors": []}))
             continue
-        echo(f"{name}: is broker {done.broker_id} now")
+        echo(f"{name}: now broker {done.broker_id}")
         if original is not None:
-            echo(f"{name}: {counted(done.given_up, 'message')} left to {original} to send")
-        echo(f"{name}: {counted(done.waiting, 'message')} of its own waiting as before")
+            echo(f"{name}: {counted(done.given_up, 'message')} left for {original} to send")
+        echo(f"{name}: {counted(done.waiting, 'message')} of its own still to send")
         if done.open_dialogs:
             echo(
                 f"{name}: {counted(done.open_dialogs, 'open dialog')}, whose other ends know the "
@@ -120,7 +122,7 @@ def new_id(
 
 @fleets.command("list")
 def list_members(config: Config = None, as_json: AsJson = False) -> None:
-    """Show the members of fleets that forwarders have met.
+    """List the members of fleets that forwarders have met.
 
     A member that its fleet no longer lists is missing: its database was dropped or renamed, or
     allows no connections.
@@ -136,7 +138,9 @@ def list_members(config: Config = None, as_json: AsJson = False) -> None:
 
 @fleets.command()
 def forget(
-    members: Annotated[list[str], typer.Argument(metavar="FLEET/NAME…", help="The members.")],
+    members: Annotated[
+        list[str], typer.Argument(metavar="FLEET/NAME…", help="Names of the members.")
+    ],
     *,
     config: Config = None,
 ) -> None:
@@ -154,5 +158,6 @@ def forget(
 
 
 def _used_as(settings: Settings, name: str) -> list[str]:
-    source = name in settings.brokers or name.partition("/")[0] in settings.fleets
-    return ["source"] * source + ["destination"] * (name in settings.destinations)
+    return ["source"] * is_source(settings, name) + ["destination"] * (
+        name in settings.destinations
+    )

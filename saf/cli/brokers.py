@@ -30,6 +30,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_type_hints
 
 import psycopg
 import typer
+from typer.core import TyperGroup
 
 from saf.broker import health
 from saf.cli.alive import answered, waiting
@@ -41,26 +42,54 @@ from saf.database.queries import Page
 from saf.destinations.settings import DestinationSettings
 from saf.errors import ConfigurationError, SafError, SchemaMissing, UsageError
 from saf.operating.places import Candidate, Listing, chosen, everywhere, store, stores
+from saf.operating.wording import MOST_PLACES
 from saf.routing.matching import Routes
 from saf.routing.routes import current_routes
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options by name, as Typer's annotations; those that may be None default to it.
+    """Options by name, as Typer's annotations; ``make`` takes them all.
 
-    ``make`` takes them all.
+    Those that may be None default to None, and flags to False.
     """
 
     types: Mapping[str, Any]
     make: Callable[..., Any]
 
 
+PANELS = SET_UP, RUN, LOOK, DECIDE, REPAIR = "Set up", "Run", "Look", "Decide", "Repair"
+"""The panels of commands in `saf --help`, in their order."""
+
+
+class Panels(TyperGroup):
+    """A group whose help lists its commands by their panels."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - Typer's form
+        """Write a section for each panel; commands without a panel are in the section Commands."""
+        panels: dict[str, list[tuple[str, Any]]] = {panel: [] for panel in PANELS}
+        for name, command in self.commands.items():
+            if not command.hidden:
+                panel = getattr(command, "rich_help_panel", None) or "Commands"
+                panels.setdefault(panel, []).append((name, command))
+        for panel, rows in panels.items():
+            if rows:
+                room = formatter.width - GAPS - max(len(name) for name, _ in rows)
+                with formatter.section(panel):
+                    formatter.write_dl(
+                        [(name, command.get_short_help_str(room)) for name, command in rows]
+                    )
+
+
+GAPS = 4
+"""Characters before the names of commands, and between them and their texts."""
+
+
 class Commands(typer.Typer):
     """A group of commands, whose arguments may be groups of options."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(no_args_is_help=True, **options)
+        super().__init__(cls=Panels, no_args_is_help=True, **options)
 
     def command(self, *given: Any, **options: Any) -> Callable[[Callable[..., None]], Any]:
         """Add a command, as Typer does; return the function unchanged."""
@@ -116,8 +145,11 @@ def grouped(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _default(type_: Any) -> Any:
-    """Return None if the type of an option permits it; otherwise, the option is required."""
-    return None if NoneType in get_args(get_args(type_)[0]) else inspect.Parameter.empty
+    """Return None or False if the type of an option permits it; otherwise it is required."""
+    of = get_args(type_)[0]
+    if of is bool:
+        return False
+    return None if NoneType in get_args(of) else inspect.Parameter.empty
 
 
 T = TypeVar("T")
@@ -137,20 +169,29 @@ Config = Annotated[
 Name = Annotated[
     str | None,
     typer.Option(
-        "--broker", metavar="NAME", help="Only this broker or fleet. Default: all brokers."
+        "--broker", metavar="NAME", help="Only this broker or fleet. Default: all sources."
     ),
 ]
 Where = Annotated[
     str | None,
     typer.Option(
-        "--broker", metavar="NAME", help="Only this broker. Default: all brokers and destinations."
+        "--broker",
+        metavar="NAME",
+        help="Only this broker or fleet. Default: all sources and stores.",
     ),
 ]
 Store = Annotated[
     str | None,
     typer.Option(
-        "--broker", metavar="NAME", help="Name of the broker in saf.toml. Default: the destination."
+        "--broker",
+        metavar="NAME",
+        help="Name of the store in saf.toml. Default: the only one.",
     ),
+]
+
+OneStore = Annotated[
+    str | None,
+    typer.Option("--broker", metavar="NAME", help="Only this broker. Default: all stores."),
 ]
 
 
@@ -171,16 +212,16 @@ Since = Annotated[
     typer.Option(
         parser=moment,
         metavar="TIME",
-        help="Messages created from this time on. Default: all that were not purged.",
+        help="Only messages created from this time on. Default: all that were not purged.",
     ),
 ]
 Until = Annotated[
     datetime | None,
     typer.Option(
-        parser=moment, metavar="TIME", help="Messages created before this time. Default: all."
+        parser=moment, metavar="TIME", help="Only messages created before this time. Default: all."
     ),
 ]
-Limit = Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="Show at most this many.")]
+Limit = Annotated[int, typer.Option(min=1, max=MOST_ROWS, help="Rows per broker, at most.")]
 Before = Annotated[
     datetime | None,
     typer.Option(parser=moment, metavar="TIME", help="Only messages set aside before this time."),
@@ -188,10 +229,11 @@ Before = Annotated[
 After = Annotated[
     str | None,
     typer.Option(
-        metavar="END", help="Continue after END, which the previous page has shown, at one broker."
+        metavar="END", help="Next page, after the END that the page before shows; one broker only."
     ),
 ]
 Why = Annotated[str, typer.Option(help="Reason, for the audit, which also records who and when.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask. Required without a terminal.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List matches without changing them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
@@ -241,7 +283,7 @@ class Round:
             UsageError: several brokers are chosen.
         """
         if after is not None and len(self.brokers) != 1:
-            raise UsageError("--after continues the list of one broker: add --broker NAME")
+            raise UsageError(f"--after continues the list of one broker: add {self._narrower()}")
 
     def only(self, numbers: object) -> None:
         """Check that rows given by number are searched in one broker only.
@@ -252,7 +294,13 @@ class Round:
             UsageError: several brokers are chosen.
         """
         if numbers and len(self.brokers) > 1:
-            raise UsageError("numbers are different at each broker: add --broker NAME")
+            raise UsageError(f"numbers are different at each broker: add {self._narrower()}")
+
+    def _narrower(self) -> str:
+        """Return the option that chooses one of the brokers, in words."""
+        names = [*self.brokers]
+        named = f" with one of {', '.join(names)}" if len(names) <= MOST_PLACES else " NAME"
+        return f"--broker{named}"
 
     def visit(self, role: str, action: Callable[[psycopg.Connection[Any]], T]) -> dict[str, T]:
         """Connect to the brokers, several in parallel; return the results of ``action`` by broker.
@@ -275,18 +323,23 @@ class Round:
             raise
 
     def decide(
-        self, role: str, decision: Callable[[psycopg.Connection[Any], Callable[[], bool]], T]
+        self,
+        role: str,
+        decisions: Mapping[str, Callable[[psycopg.Connection[Any], Callable[[], bool]], T]],
     ) -> dict[str, T]:
-        """Run a decision at each broker; like `visit`, but Ctrl-C keeps finished steps.
+        """Run a decision at each of some brokers; like `visit_each`, but Ctrl-C keeps done steps.
 
-        The decision gets a connection, and a function to call between two steps: it returns true to
+        A decision gets a connection, and a function to call between two steps: it returns true to
         leave the rest. A second Ctrl-C does not wait for running steps.
         """
         stopping = Event()
-        jobs = self._begin(
-            role,
-            dict.fromkeys(self.brokers, lambda connection: decision(connection, stopping.is_set)),
-        )
+
+        def stoppable(
+            decide: Callable[[psycopg.Connection[Any], Callable[[], bool]], T],
+        ) -> Callable[[psycopg.Connection[Any]], T]:
+            return lambda connection: decide(connection, stopping.is_set)
+
+        jobs = self._begin(role, {name: stoppable(decide) for name, decide in decisions.items()})
         try:
             with waiting(lambda: _left(jobs)):
                 return self._results({name: job.result for name, job in jobs.items()})
@@ -416,12 +469,16 @@ class Round:
         table: Table[T],
         *,
         as_json: bool,
+        matching: bool = False,
     ) -> None:
-        """Print a page of each broker as a table, or as JSON under a key; then `finish`."""
+        """Print a page of each broker as a table, or as JSON under a key; then `finish`.
+
+        ``matching``: a filter chose the rows.
+        """
         pages = self.visit(role, page)
 
         def show() -> None:
-            table.show(pages)
+            table.show(pages, matching=matching)
             say_next(pages)
 
         self.report({key: table.plain(pages), "next": ends(pages)}, show, as_json=as_json)
@@ -462,10 +519,10 @@ def _round(find: Find, option: Any) -> Options:
 
 
 Brokers = Annotated[Round, _round(chosen, Name)]
-"""The chosen brokers, or all."""
+"""The chosen brokers, or all sources: for what concerns the forwarder."""
 Everywhere = Annotated[Round, _round(everywhere, Where)]
-"""The chosen broker, or all brokers and destinations."""
+"""The chosen brokers, or all sources and stores: for all lists, and for decisions about them."""
 AtStore = Annotated[Round, _round(store, Store)]
-"""The chosen MOM store; it may be left out if there is only one."""
-AtStores = Annotated[Round, _round(stores, Store)]
-"""The chosen MOM store, or all."""
+"""The chosen store; it may be left out if there is only one."""
+AtStores = Annotated[Round, _round(stores, OneStore)]
+"""The chosen store, or all."""

@@ -50,7 +50,7 @@ from rich.text import Text
 
 from saf.database.queries import Page
 from saf.errors import SafError, Unavailable, UsageError
-from saf.operating.wording import shown
+from saf.operating.wording import none_at, shown
 from saf.telemetry.tracing import trace_ids
 
 INTERRUPTED = 130
@@ -66,7 +66,6 @@ WIDTH = 76
 """Characters per line of a help text, in a terminal of 80 columns."""
 GAP = "  "
 INDENT = "    "
-NOTHING = "nothing found"
 
 CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
@@ -104,6 +103,29 @@ def echo(text: str, *, err: bool = False, lines: bool = False) -> None:
 def paragraph(text: str) -> None:
     """Print a sentence of any length: on a terminal, it is wrapped at spaces."""
     plain_console().paragraph(text, others="    ")
+
+
+def can_ask(*, as_json: bool = False) -> bool:
+    """Return whether an operator can answer a question."""
+    return sys.stdin.isatty() and not as_json
+
+
+def confirm(question: str, *, yes: bool, dry_run: str = "", as_json: bool = False) -> None:
+    """Ask an operator before something that cannot be undone; return if it may be done.
+
+    ``dry_run`` is the command's effect with that option instead, if it has one.
+
+    Raises:
+        UsageError: nobody can answer, and ``yes`` is false.
+    """
+    if yes:
+        return
+    if not can_ask(as_json=as_json):
+        instead = f", or --dry-run to {dry_run}" if dry_run else ""
+        raise UsageError(f"nothing is done yet: {question} Add --yes to confirm{instead}")
+    if not typer.confirm(shown(question), err=True):
+        echo("nothing is done", err=True)
+        raise typer.Exit
 
 
 def write(body: bytes) -> None:
@@ -186,12 +208,14 @@ def folded(text: str, width: int, first: str = "", others: str = "") -> list[str
 class Listing:
     """A table with these columns.
 
-    ``below`` names a column of long texts, which a terminal shows below their rows.
+    ``below`` names a column of long texts, which a terminal shows below their rows. ``nothing`` is
+    the sentence that stands for no rows.
     """
 
-    def __init__(self, *columns: str, below: str = "") -> None:
+    def __init__(self, *columns: str, below: str = "", nothing: str = "") -> None:
         self._columns = columns
         self._below = below
+        self._nothing = nothing
         self._rows: list[tuple[tuple[str, ...], str]] = []
 
     def add(self, *cells: str, below: str = "") -> None:
@@ -199,9 +223,10 @@ class Listing:
         self._rows.append((tuple(map(shown, cells)), shown(below)))
 
     def show(self) -> None:
-        """Print the rows in the width of standard output; without rows, print `NOTHING`."""
+        """Print the rows in the width of standard output, or that there is nothing."""
         if not self._rows:
-            echo(NOTHING)
+            if self._nothing:
+                echo(self._nothing)
             return
         console = plain_console()
         for line in self.lines(console.width if console.is_terminal else None):
@@ -306,6 +331,7 @@ class Table(Generic[T]):
     """A table with these columns, behind that of the broker, if rows have one.
 
     Args:
+        things: the rows in words, for the sentence if nothing was found.
         columns: their names.
         below: the name of a further column of long texts; see `Listing`.
         cells: returns the texts of a row, one per column, and then that for ``below``.
@@ -315,22 +341,29 @@ class Table(Generic[T]):
     def __init__(
         self,
         *columns: str,
+        things: str,
         below: str = "",
         cells: Callable[[T], Sequence[str]],
         plain: Callable[[T], Mapping[str, Any]] = methodcaller("as_dict"),
     ) -> None:
+        self.things = things
         self._columns = columns
         self._below = below
         self._cells = cells
         self._plain = plain
 
-    def show(self, found: Found[T]) -> None:
-        """Print rows as lines, each behind the name of its broker."""
-        self._list(["broker"], (([name], row) for name, row in _rows(found)))
+    def show(self, found: Found[T], *, matching: bool = False) -> None:
+        """Print rows as lines, each behind the name of its broker; or that no broker has any.
+
+        ``matching``: a filter chose the rows. If no broker answered, print nothing: their errors
+        say so.
+        """
+        nothing = none_at(self.things, found, matching=matching) if found else ""
+        self._list(["broker"], (([name], row) for name, row in _rows(found)), nothing)
 
     def show_rows(self, rows: Iterable[T]) -> None:
-        """Print rows as lines, without brokers."""
-        self._list([], (([], row) for row in rows))
+        """Print rows as lines, without brokers; or a sentence if there is no row."""
+        self._list([], (([], row) for row in rows), f"No {self.things}.")
 
     def show_any(self, found: Found[T]) -> None:
         """Print rows as lines; print nothing if there are none."""
@@ -341,8 +374,10 @@ class Table(Generic[T]):
         """Return rows, each with its broker, for JSON."""
         return [{"broker": name, **self._plain(row)} for name, row in _rows(found)]
 
-    def _list(self, first: Sequence[str], rows: Iterable[tuple[Sequence[str], T]]) -> None:
-        listing = Listing(*first, *self._columns, below=self._below)
+    def _list(
+        self, first: Sequence[str], rows: Iterable[tuple[Sequence[str], T]], nothing: str
+    ) -> None:
+        listing = Listing(*first, *self._columns, below=self._below, nothing=nothing)
         width = len(self._columns)
         for before, row in rows:
             cells = self._cells(row)

@@ -1,33 +1,48 @@
 """Decisions: the commands with which operators decide about messages set aside.
 
 A decision runs at each chosen broker, for messages that are set aside when it begins there.
-Afterwards, the command prints how many messages were decided about, and how many others stay as
-they were, with the reason. If a broker fails, its error is shown, and the other brokers are decided
-about as usual.
+Afterwards, the command prints the action, the number of messages, their first keys, and how many
+others stay as they were, with the reason. If a broker fails, its error is shown, and the other
+brokers are decided about as usual.
 
-``--dry-run`` shows the matches without changing them. A decision about all messages needs
-``--all``: without numbers or a filter, it is rejected.
+Discarded messages are lost, so `discard` asks first, with the number of messages and their first
+keys; it then concerns only the messages that it has counted. Without a terminal, it needs
+``--yes``. ``--dry-run`` shows the matches without changing them. A decision about all messages
+needs ``--all``: without numbers or a filter, it is rejected.
 """
 
 # Annotations are evaluated as the commands are made: each kind of messages has its own options.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Protocol
 from uuid import UUID
 
 import psycopg
 import typer
 
-from saf.cli.brokers import GREATEST, AsJson, Config, Name, Options, Round, Why, grouped, round_at
-from saf.cli.console import echo
+from saf.cli.brokers import (
+    GREATEST,
+    AsJson,
+    Config,
+    Options,
+    Round,
+    Where,
+    Why,
+    Yes,
+    grouped,
+    round_at,
+)
+from saf.cli.console import can_ask, confirm, echo
 from saf.config import did_you_mean, load
 from saf.errors import ConfigurationError, UsageError
 from saf.operating.decide import Decision, in_chunks
-from saf.operating.places import chosen
-from saf.operating.wording import counted
+from saf.operating.places import everywhere
+from saf.operating.wording import counted, first_of, none_at
 from saf.setaside.selection import Counted, Selection, staying_in_words
 
 MOST = 1_000_000_000
@@ -36,13 +51,23 @@ MOST = 1_000_000_000
 All = Annotated[
     bool, typer.Option("--all", help="Confirm that all are meant, if no filter is given.")
 ]
-To = Annotated[str, typer.Option(help="The destination, by its name in saf.toml.")]
+To = Annotated[str, typer.Option(help="Name of the destination in saf.toml.")]
 
 Key = Annotated[str | None, typer.Option(help="Only messages with this key.")]
 Service = Annotated[str | None, typer.Option(help="Only messages for this service.")]
 
-Target = tuple[Round, Decision]
-"""The brokers to decide at, and what to decide there."""
+SAMPLE = 10
+"""How many of the messages are read for their keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The brokers to decide at, and what to decide there."""
+
+    round_: Round
+    decision: Decision
+    yes: bool = True
+    """False: ask first."""
 
 
 def numbers(shown_by: str) -> Any:
@@ -80,12 +105,15 @@ def add_decisions(
 def _command(
     action: str, role: str, criteria: Options, preview: Preview, dry_run: Any
 ) -> Callable[..., None]:
-    def anywhere(config: Path | None, broker: str | None) -> Target:
-        return round_at(chosen, config, broker), Decision(action=action)
+    def anywhere(config: Path | None, broker: str | None, *, yes: bool = True) -> Target:
+        decision = Decision(action=action)
+        return Target(round_=round_at(everywhere, config, broker), decision=decision, yes=yes)
 
-    target = Options({"config": Config, "broker": Name}, make=anywhere)
+    target = Options({"config": Config, "broker": Where}, make=anywhere)
     if action == "redirect":
         target = Options({"to": To, **target.types}, make=_redirected)
+    elif action == "discard":
+        target = Options({"yes": Yes, **target.types}, make=anywhere)
 
     def decide(
         *,
@@ -96,14 +124,13 @@ def _command(
         dry_run: dry_run = False,
         as_json: AsJson = False,
     ) -> None:
-        round_, decision = target
         if criteria == type(criteria)() and not everything:
             raise UsageError(f"which {criteria.WORD}s? Give numbers, a filter, or --all")
-        round_.only(criteria.numbers)
+        target.round_.only(criteria.numbers)
         if dry_run:
-            preview(round_, criteria, to=decision.to, as_json=as_json)
+            preview(target.round_, criteria, to=target.decision.to, as_json=as_json)
         else:
-            _decide(round_, role, decision, criteria, why, as_json=as_json)
+            _decide(target, role, criteria, why, as_json=as_json)
 
     return grouped(decide)
 
@@ -115,7 +142,8 @@ def _redirected(to: str, config: Path | None, broker: str | None) -> Target:
             f"--to {to}: no [destinations.{to}] in saf.toml"
             f"{did_you_mean(to, settings.destinations)}"
         )
-    return Round(chosen(settings, broker), settings), Decision(action="redirect", to=to)
+    round_ = Round(everywhere(settings, broker), settings)
+    return Target(round_=round_, decision=Decision(action="redirect", to=to))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +152,8 @@ class Decided:
 
     ids: list[UUID]
     """Ids of the messages that were decided about."""
+    keys: list[str]
+    """Keys of the first messages, or their ids."""
     left: Counted
     """The other matching messages, which stay as they were."""
     stopped: bool
@@ -141,29 +171,87 @@ class Decided:
 
 
 def _decide(
-    round_: Round,
-    role: str,
-    decision: Decision,
-    criteria: Selection[Any],
-    why: str,
-    *,
-    as_json: bool,
+    target: Target, role: str, criteria: Selection[Any], why: str, *, as_json: bool
 ) -> None:
-    def decide(connection: psycopg.Connection[Any], stop: Callable[[], bool]) -> Decided:
-        now = criteria.until_now(connection)
+    round_, decision = target.round_, target.decision
+    chosen = dict.fromkeys(round_.brokers, criteria)
+    if not target.yes:
+        chosen = _confirmed(round_, role, criteria, as_json=as_json)
+
+    def decide(
+        selection: Selection[Any], connection: psycopg.Connection[Any], stop: Callable[[], bool]
+    ) -> Decided:
+        now = selection.until_now(connection)
+        keys = _keys(connection, now, decision.to)
         ids = [*chain.from_iterable(in_chunks(connection, decision, now, why, stop=stop))]
         left = now.count(connection, MOST, to=decision.to)
-        return Decided(ids=ids, left=left, stopped=stop())
+        return Decided(
+            ids=ids,
+            keys=[key for message_id, key in keys.items() if message_id in ids],
+            left=left,
+            stopped=stop(),
+        )
 
     def show() -> None:
         for name, result in done.items():
-            echo(f"{name}: {counted(len(result.ids), 'message')}")
+            number = len(result.ids)
+            if number or result.stays:
+                keys = first_of(result.keys, more=number - len(result.keys))
+                echo(f"{name}: {counted(number, criteria.WORD)} {verb} {keys}".rstrip())
             say_staying(result.stays)
+        if done and not any(result.ids or result.stays for result in done.values()):
+            nothing = none_at(f"{criteria.WORD}s", done, matching=criteria != type(criteria)())
+            echo(f"{nothing} Nothing is {verb}.")
 
-    done = round_.decide(role, decide)
+    verb = f"{DONE[decision.action]} {decision.to or ''}".rstrip()
+    done = round_.decide(role, {name: partial(decide, one) for name, one in chosen.items()})
     ids = {name: [str(number) for number in result.ids] for name, result in done.items()}
     stay = {name: result.stays for name, result in done.items() if result.stays}
     round_.report({"message_ids": ids, "stay": stay}, show, as_json=as_json)
+
+
+DONE: Mapping[str, str] = MappingProxyType(
+    {"retry": "set to be retried", "redirect": "redirected to", "discard": "discarded"}
+)
+"""The actions in words, once they are done."""
+
+
+def _confirmed(
+    round_: Round, role: str, criteria: Selection[Any], *, as_json: bool
+) -> dict[str, Selection[Any]]:
+    """Ask whether the messages may be discarded; return each broker's, as counted.
+
+    Raises:
+        UsageError: nobody can answer.
+    """
+
+    def count(
+        connection: psycopg.Connection[Any],
+    ) -> tuple[Selection[Any], Counted, dict[UUID, str]]:
+        now = criteria.until_now(connection)
+        return now, now.count(connection, MOST), _keys(connection, now, None)
+
+    ask = partial(confirm, yes=False, dry_run="show the matches", as_json=as_json)
+    if not can_ask(as_json=as_json):
+        ask(f"{criteria.WORD}s that are discarded are lost.")
+    found = round_.visit(role, count)
+    matches = {name: row for name, row in found.items() if row[1].messages}
+    parts = [
+        f"{counted(row.messages, criteria.WORD)} at {name} "
+        + first_of(keys.values(), more=row.messages - len(keys))
+        for name, (_, row, keys) in matches.items()
+    ]
+    if parts:
+        ask(f"Discard {' and '.join(parts)}?")
+    return {name: now for name, (now, _, _) in found.items()}
+
+
+def _keys(
+    connection: psycopg.Connection[Any], chosen: Selection[Any], to: str | None
+) -> dict[UUID, str]:
+    """Return the keys of the first messages that may be decided about, or their ids, by id."""
+    rows = chosen.page(connection, SAMPLE, to=to).shown
+    return {row.message_id: row.key or str(row.message_id) for row in rows if row.stays is None}
 
 
 def say_staying(stays: Mapping[str, int]) -> None:

@@ -13,8 +13,8 @@ from uuid import UUID
 import psycopg
 import typer
 
-from saf.cli.brokers import After, AsJson, Commands, Everywhere, Limit, Round
-from saf.cli.console import Table, echo, results_of
+from saf.cli.brokers import After, AsJson, Commands, Everywhere, Limit, Round, Yes
+from saf.cli.console import Table, confirm, echo, results_of
 from saf.config import ENCODING
 from saf.dialogs.contracts import contracts, create_contract, create_message_type
 from saf.dialogs.conversations import (
@@ -30,7 +30,7 @@ from saf.dialogs.dialog import open_dialog
 from saf.dialogs.set_back import compare_all
 from saf.dialogs.statements import State
 from saf.errors import ConfigurationError, DialogNotFound, UsageError
-from saf.operating.wording import at
+from saf.operating.wording import at, counted
 
 app = Commands(help="Conversations: dialogs and monologs.")
 
@@ -41,12 +41,13 @@ StateOption = Annotated[
 ]
 Service = Annotated[str | None, typer.Option(help="Only ends of this service.")]
 Code = Annotated[
-    int | None, typer.Option(help="End with an error of this code, from 1 to 2147483647.")
+    int | None, typer.Option(help="Code of the error to end with, from 1 to 2147483647.")
 ]
 Text = Annotated[str, typer.Option(help="Text of the error for the other end.")]
 
 SIDES = Table[Conversation](
     *("handle", "state", "service", "with", "sent", "received"),
+    things="conversations",
     below="error",
     cells=lambda row: (
         str(row.handle), row.state, row.service, row.far_service, str(row.send_sequence),
@@ -56,6 +57,7 @@ SIDES = Table[Conversation](
 
 EXCHANGED = Table[Spoken](
     *("log", "when", "number", "from", "type", "bytes"),
+    things="messages of the conversation",
     cells=lambda row: (
         row.log, at(row.at), "" if row.sequence is None else str(row.sequence),
         row.from_service or "", row.message_type or "", f"{row.bytes:,}",
@@ -73,7 +75,7 @@ def list_(
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show conversations, oldest first."""
+    """List conversations, oldest first."""
     place = place_at(after)
     round_.go_on(after)
     round_.show_pages(
@@ -84,6 +86,7 @@ def list_(
         "conversations",
         SIDES,
         as_json=as_json,
+        matching=bool(service or state),
     )
 
 
@@ -127,7 +130,7 @@ def end(
     code: Code = None,
     text: Text = "ended by an operator",
 ) -> None:
-    """End this side in order, or both with an error.
+    """End one end of a dialog in order, or both ends with an error.
 
     The other end is notified.
     """
@@ -144,20 +147,21 @@ def end(
 
 
 @app.command()
-def cleanup(handle: Handle, *, round_: Everywhere) -> None:
-    """Close this side for good, in any state.
+def cleanup(handle: Handle, *, round_: Everywhere, yes: Yes = False) -> None:
+    """Close one end for good, in any state, after asking.
 
     The other end is not notified.
     """
+    confirm(f"Close conversation {handle} without notifying the other end?", yes=yes)
     _where_it_lives(round_, handle, lambda connection: clean_up(connection, handle), "closed")
 
 
 @app.command("compare")
 def compare_(*, round_: Everywhere, as_json: AsJson = False) -> None:
-    """Let the open ends compare with their other ends.
+    """Compare both ends of all open dialogs, after a repair.
 
-    They compare which messages each has sent and received. Run it after one of the databases was
-    set back and repaired: if messages are missing, both ends of the dialog get an Error. Other
+    The ends compare which messages each has sent and received. Run it after one of the databases
+    was set back and repaired: if messages are missing, both ends of the dialog get an Error. Other
     dialogs are not affected, except that dialogs with a dead letter end.
     """
 
@@ -167,7 +171,8 @@ def compare_(*, round_: Everywhere, as_json: AsJson = False) -> None:
 
     found = round_.visit("dialog", let_compare)
     lines = (
-        f"{name}: {count} ends compare, as soon as it is forwarded" for name, count in found.items()
+        f"{name}: {counted(count, 'end')} will compare, once forwarded"
+        for name, count in found.items()
     )
     round_.say({"compared": found}, lines, as_json=as_json)
 
@@ -196,17 +201,18 @@ def _error(side: Conversation) -> str:
     return "" if side.error_code is None else f"{side.error_code}: {side.error_text}"
 
 
-agreements = Commands(help="Contracts of dialogs, and their message types.")
+agreements = Commands(help="Contracts: the message types of dialogs, and who sends them.")
 
 File = Annotated[
     Path,
     typer.Argument(
-        help="TOML with [[message_types]] and [[contracts]]; see docs/conversations.md."
+        help="TOML file with [[message_types]] and [[contracts]]; see docs/conversations.md."
     ),
 ]
 
 TYPES = Table[dict[str, object]](
     *("contract", "version", "type", "its version", "sent by", "validation"),
+    things="contracts",
     cells=lambda row: [*map(str, row.values())],
     plain=dict,
 )
@@ -214,9 +220,9 @@ TYPES = Table[dict[str, object]](
 
 @agreements.command("create")
 def create_contracts(file: File, *, round_: Everywhere) -> None:
-    """Create message types and contracts from a file.
+    """Create message types and contracts from a file, at all brokers.
 
-    At one broker, or at all. Repeating it changes nothing.
+    Repeating it changes nothing.
     """
     types, named = _read(file)
 
@@ -230,13 +236,13 @@ def create_contracts(file: File, *, round_: Everywhere) -> None:
     round_.tell(
         "contract",
         make,
-        lambda created: f"{created} created, {wanted - created} there already",
+        lambda created: f"{created} created, {wanted - created} existed",
     )
 
 
 @agreements.command("list")
 def list_contracts(*, round_: Everywhere, as_json: AsJson = False) -> None:
-    """Show contracts, their message types, and which end sends each."""
+    """List contracts, their message types, and which end sends each."""
     round_.show_rows("contract", _usages, "contracts", TYPES, as_json=as_json)
 
 

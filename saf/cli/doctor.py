@@ -35,9 +35,9 @@ def doctor(
         bool, typer.Option("--json", help="Print one line of JSON, with the checks that are ok.")
     ] = False,
 ) -> None:
-    """Report present and coming problems, with cause and cure.
+    """Check brokers and destinations; print each problem with its fix.
 
-    It checks brokers, destinations and this machine. Reads only.
+    It also checks this machine. Reads only.
 
     Exit code 0: no errors, at most warnings; 1: errors; 75: the only error is that a database does
     not answer.
@@ -54,11 +54,11 @@ def doctor(
         bad = [finding for finding in found if finding.severity != "ok"]
         for problem in bad:
             console.paragraph(
-                f"{problem.severity}: {problem.where}: {problem.check}: {problem.what}",
+                f"{problem.severity}: {problem.where}: {problem.what} [{problem.check}]",
                 style=COLOURS[problem.severity],
                 others="    ",
             )
-            console.paragraph(f"  cure: {problem.cure}", others="    ")
+            console.paragraph(f"  fix: {problem.cure}", others="    ")
         errors = sum(finding.severity == "error" for finding in bad)
         counts = counted(errors, "error"), counted(len(bad) - errors, "warning")
         console.print(f"{counted(len(found), 'check')}: {', '.join(counts)}")
@@ -68,14 +68,14 @@ def doctor(
 
 
 destinations = Commands(help="Destinations: where messages are delivered.")
-lakes = Commands(help="Destinations of kind delta: their tables.")
+lakes = Commands(help="Lakes: the tables of destinations of kind delta.")
 
 Name = Annotated[str, typer.Argument(help="Name of the destination in saf.toml.")]
 
 
 @destinations.command()
 def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
-    """Connect to a destination, and show its guarantees.
+    """Check a destination: connect to it, and show its guarantees.
 
     It reads the server's version and settings, and names settings that would give more safety. In
     an object store, it writes a probe and deletes it, because nothing else shows what the store
@@ -100,10 +100,10 @@ def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
         console.paragraph(f"  promise: {given.promise}", others="    ")
         for what, cure in problems:
             console.paragraph(f"error: {what}", style="red", others="    ")
-            console.paragraph(f"  cure: {cure}", others="    ")
+            console.paragraph(f"  fix: {cure}", others="    ")
         for what, cure in given.more:
-            console.paragraph(f"not given: {what}", style="yellow", others="    ")
-            console.paragraph(f"  to have it: {cure}", others="    ")
+            console.paragraph(f"not guaranteed: {what}", style="yellow", others="    ")
+            console.paragraph(f"  fix: {cure}", others="    ")
     if problems:
         raise typer.Exit(FOUND)
 

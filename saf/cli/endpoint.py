@@ -33,9 +33,10 @@ from saf.database import check_schema, unavailable_if_lost
 from saf.errors import SafError, UsageError
 from saf.message import CONTENT_TYPE
 from saf.operating.endpoints import Following, find
+from saf.operating.places import stores
 from saf.received import READ, Received
 from saf.receiving.dispatch import envelope, stored
-from saf.receiving.dispatch.condition import Book
+from saf.receiving.dispatch.condition import IN_WORDS, Book
 from saf.receiving.dispatch.dispatcher import Dispatcher, run
 from saf.receiving.dispatch.envelope import Request
 from saf.receiving.dispatch.http import Client
@@ -55,15 +56,17 @@ app = Commands(help="Endpoints: where `saf dispatch` sends messages.")
 
 ENDPOINTS = Table[dict[str, Any]](
     *("endpoint", "subscription", "url", "state", "next probe"),
+    things="endpoints",
     below="error",
     cells=lambda row: (
         row["endpoint"], row["subscription"], row["url"],
-        row["state"] if row["paused_at"] is None else f"{row['state']}, paused",
+        _state(row),
         _moment(row["next_probe_at"]) if row["next_probe_at"] else "", row["error"] or "",
     ),
 )  # fmt: skip
 ATTEMPTS = Table[Attempt](
     *("at", "message", "key", "status", "seconds", "outcome"),
+    things="failed attempts",
     below="error",
     cells=lambda attempt: (
         _moment(attempt.at), str(attempt.message_id), attempt.key or "",
@@ -78,7 +81,7 @@ Inbox: TypeAlias = tuple[psycopg.Connection[Any], int]
 def add(
     name: Annotated[str, typer.Argument(metavar="ENDPOINT", help="Name of the endpoint.")],
     *,
-    url: Annotated[str, typer.Option(help="URL that messages are sent to, by POST.")],
+    url: Annotated[str, typer.Option(help="URL to send messages to, by POST.")],
     subscription: Annotated[
         str | None,
         typer.Option(help="Subscription whose messages are sent. Default: the endpoint's name."),
@@ -114,7 +117,7 @@ def add(
     ] = False,
     round_: AtStore,
 ) -> None:
-    """Store an endpoint in the broker that has the subscription.
+    """Add an endpoint to the broker that has the subscription.
 
     It may be on the public internet, or in a network that [dispatch] of saf.toml names. Secrets are
     not stored, only the names of environment variables, which begin with SAF_ENDPOINT_.
@@ -139,7 +142,7 @@ def add(
 
 @app.command()
 def remove(name: Name, *, round_: AtStore) -> None:
-    """Remove an endpoint that was added; its messages wait."""
+    """Remove an endpoint that was added to a broker; its messages wait."""
     found = round_.visit("endpoint", lambda connection: stored.remove(connection, name))
     for where, removed in found.items():
         echo(f"{where}: {f'endpoint {name} removed' if removed else f'no endpoint {name}'}")
@@ -148,7 +151,7 @@ def remove(name: Name, *, round_: AtStore) -> None:
 
 @app.command("list")
 def list_(config: Config = None, as_json: AsJson = False) -> None:
-    """Show the endpoints, and their state.
+    """List the endpoints of saf.toml and of all stores, and their state.
 
     An invalid endpoint, or one whose broker does not answer, is reported on standard error; the
     others are shown. Exit codes: 2 or 75 if there is one.
@@ -166,8 +169,11 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
                 problems.append(error)
     if as_json:
         echo(json.dumps({"endpoints": rows}, default=str))
-    else:
+    elif rows:
         ENDPOINTS.show_rows(rows)
+    elif not problems:
+        at = ", ".join(stores(settings, None))
+        echo(f"No endpoints in saf.toml{at and ' or at '}{at}.")
     for problem in problems:
         echo(f"saf: {problem}", err=True)
     if problems:
@@ -187,7 +193,7 @@ def show(name: Name, config: Config = None, as_json: AsJson = False) -> None:
     if as_json:
         echo(json.dumps(row, default=str))
         return
-    for key, value in row.items():
+    for key, value in (row | {"state": _state(row)}).items():
         if value is not None:
             echo(f"{key}: {value}")
 
@@ -199,10 +205,7 @@ def history_(
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show the last attempts that failed.
-
-    The newest come first, with the endpoint's answer.
-    """
+    """List the last failed attempts, newest first, with their answers."""
     with _inbox(config, name) as (connection, subscription_id):
         found = stored.attempts(connection, subscription_id, limit)
     if as_json:
@@ -213,7 +216,7 @@ def history_(
 
 @app.command("test")
 def send_test(name: Name, config: Config = None) -> None:
-    """Send one event of the type saf.test.
+    """Test an endpoint: send one event of the type saf.test.
 
     It has the form of the endpoint's mode; calls are refused. No message is stored for it. The
     result is shown.
@@ -256,7 +259,7 @@ def _test_request(endpoint: Endpoint) -> Request:
 
 @app.command()
 def pause(name: Name, config: Config = None) -> None:
-    """Send nothing to an endpoint until it is resumed.
+    """Pause an endpoint: send nothing to it until it is resumed.
 
     Its messages wait, in order.
     """
@@ -267,10 +270,7 @@ def pause(name: Name, config: Config = None) -> None:
 
 @app.command()
 def resume(name: Name, config: Config = None) -> None:
-    """Send to an endpoint again.
-
-    For an endpoint that is paused, disabled, or considered down.
-    """
+    """Resume an endpoint that is paused, disabled or down."""
     with _inbox(config, name) as (connection, subscription_id):
         Book(subscription_id=subscription_id, endpoint=name).resume(connection)
     echo(f"{name}: resumed")
@@ -381,6 +381,12 @@ def chosen(settings: Settings, names: list[str]) -> dict[str, Endpoint]:
     if set(names) <= set(settings.endpoints):
         return {name: settings.endpoints[name] for name in names}
     return find(settings).chosen(names)
+
+
+def _state(row: Mapping[str, Any]) -> str:
+    """Return the state of an endpoint in words."""
+    paused = "" if row["paused_at"] is None else ", paused"
+    return f"{IN_WORDS.get(row['state'], row['state'])}{paused}"
 
 
 def _moment(when: datetime) -> str:

@@ -144,14 +144,17 @@ def explain(settings: Settings, *, as_json: bool) -> None:
 
 GOING = Table[tuple[Forecast, Going]](
     *("messages", "service", "to broker", "goes to", "oldest"),
+    things="pending messages",
     below="how",
     cells=lambda row: (
         f"{'' if row[0].exact else 'about '}{row[1].messages:,}", row[1].service,
-        row[1].to_broker or "", ", ".join(row[1].way.destinations) or "nowhere",
+        row[1].to_broker or "", ", ".join(row[1].way.destinations) or "no route",
         at(row[1].oldest) if row[1].oldest else "", row[1].way.how,
     ),
 )  # fmt: skip
-BY_ROUTE = Table[tuple[str, int]]("messages", "route", cells=lambda row: (f"{row[1]:,}", row[0]))
+BY_ROUTE = Table[tuple[str, int]](
+    "messages", "route", things="routes", cells=lambda row: (f"{row[1]:,}", row[0])
+)
 
 
 def run(
@@ -234,16 +237,8 @@ def show(summary: Summary, *, as_json: bool) -> None:
     if as_json:
         echo(json.dumps(summary.as_dict()))
         return
-    where = ", ".join(f"{name}: {count:,}" for name, count in summary.by_destination.items())
-    line = f"forwarded {counted(summary.forwarded, 'message')} in {summary.seconds:.1f} s"
-    line += f" ({where})" if where else ""
-    line += f", {summary.dropped:,} dropped as delivered before" if summary.dropped else ""
-    line += f", {summary.left_out:,} left out by transforms" if summary.left_out else ""
-    line += f", {summary.parked:,} parked" if summary.parked else ""
-    line += f", {summary.dead:,} dead (see `saf dead list`)" if summary.dead else ""
-    if summary.idle and not summary.problems:
-        line = "nothing to do: other forwarders hold all shards"
-    echo(line + (", stopped on request" if summary.stopped else ""))
+    if line := _in_words(summary):
+        echo(line)
     for name, early in summary.early.items():
         echo(
             f"saf: {counted(early, 'message')} for destination {name!r} went before deliver_at: "
@@ -260,6 +255,25 @@ def show(summary: Summary, *, as_json: bool) -> None:
         echo(f"saf: {counted(more, 'lane')} more; see `saf parked list`", err=True)
     for problem in summary.problems:
         echo(f"saf: {problem['error']}", err=True)
+
+
+def _in_words(summary: Summary) -> str:
+    """Return what a run did; empty if it only failed, which its problems say."""
+    where = ", ".join(f"{name}: {count:,}" for name, count in summary.by_destination.items())
+    forwarded = f"forwarded {counted(summary.forwarded, 'message')} in {summary.seconds:.1f} s"
+    parts = [
+        forwarded + (f" ({where})" if where else ""),
+        f"{summary.dropped:,} dropped as delivered before" if summary.dropped else "",
+        f"{summary.left_out:,} left out by transforms" if summary.left_out else "",
+        f"{summary.parked:,} parked" if summary.parked else "",
+        f"{summary.dead:,} dead (see `saf dead list`)" if summary.dead else "",
+        "stopped on request" if summary.stopped else "",
+    ]
+    if summary.exit_code and not summary.forwarded:
+        parts[0] = ""
+    elif summary.idle and not summary.problems:
+        parts[:-1] = ["nothing to do: other forwarders hold all shards"]
+    return ", ".join(filter(None, parts))
 
 
 class ProgressLog:

@@ -42,25 +42,25 @@ SENT = "SELECT EXISTS (SELECT FROM saf.outbox), EXISTS (SELECT FROM saf.route)"
 def command(
     source: Annotated[
         str,
-        typer.Option(envvar="SHOP_DSN", help="The application's database, which sends."),
+        typer.Option(envvar="SHOP_DSN", help="Source: the application's database, which sends."),
     ],
     store: Annotated[
-        str, typer.Option(envvar="MOM_DSN", help="The database that messages are delivered to.")
+        str, typer.Option(envvar="MOM_DSN", help="Store: the database where services read.")
     ],
     *,
     sender: Annotated[
         str | None,
-        typer.Option(help="A role that sends: gets the rights of a writer at the source."),
+        typer.Option(help="Role that sends: gets the rights of a writer at the source."),
     ] = None,
     forwarder: Annotated[
         str | None,
-        typer.Option(help="A role that forwards: gets the rights of a forwarder at both."),
+        typer.Option(help="Role that forwards: gets the rights of a forwarder at both."),
     ] = None,
     receiver: Annotated[
         str | None,
-        typer.Option(help="A role that receives: gets the rights of a receiver at the store."),
+        typer.Option(help="Role that receives: gets the rights of a receiver at the store."),
     ] = None,
-    config: Annotated[Path, typer.Option(help="The file to write.")] = DEFAULT_FILE,
+    config: Annotated[Path, typer.Option(help="File to write.")] = DEFAULT_FILE,
 ) -> None:
     """Set up two databases, and send a first message.
 

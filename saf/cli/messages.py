@@ -36,6 +36,7 @@ from saf.errors import UsageError
 from saf.operating import journey, outbox
 from saf.operating.journey import Stay
 from saf.operating.outbox import SECONDS, STATES, Details, Sent, Wanted, forwarded
+from saf.operating.places import is_source
 from saf.operating.wording import at, counted
 from saf.receiving import inbox
 from saf.receiving.inbox import Peeked, SubscriptionStatus
@@ -43,19 +44,22 @@ from saf.receiving.link import switch
 from saf.setaside.dropped import dropped
 from saf.setaside.unhandled import unhandled
 
-outboxes = Commands(help="The messages that were sent, and how far they are.")
+outboxes = Commands(help="Outboxes: messages that were sent, and their state.")
 
-State = Annotated[str | None, typer.Option(help=f"One of {', '.join(STATES)}. Default: all.")]
+State = Annotated[
+    str | None, typer.Option(help=f"Only messages in this state: {', '.join(STATES)}.")
+]
 Timeout = Annotated[
     float, typer.Option(min=0.1, metavar="SECONDS", help="Time limit for a statement.")
 ]
 Key = Annotated[
     str | None,
-    typer.Option(help="Only messages with this key; such a search is quick."),
+    typer.Option(help="Only messages with this key. This is the quickest search."),
 ]
 
 SENT = Table[Sent](
     *("id", "message id", "state", "service", "key", "type", "bytes", "created"),
+    things="messages in the outbox",
     below="waits for",
     cells=lambda row: (
         str(row.id), str(row.message_id), row.state, row.service, row.key or "",
@@ -67,7 +71,11 @@ SENT = Table[Sent](
 @outboxes.command("list")
 def list_(
     *,
-    round_: Brokers,
+    round_: Everywhere,
+    sources: Annotated[
+        bool,
+        typer.Option("--sources", help="Only outboxes of sources, which `saf forward` reads."),
+    ] = False,
     state: State = None,
     service: Annotated[str | None, typer.Option(help="Only messages for this service.")] = None,
     key: Key = None,
@@ -80,7 +88,7 @@ def list_(
     timeout: Timeout = SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Show the messages of the outboxes, a page at a time.
+    """List the messages of the outboxes, a page at a time.
 
     The oldest transactions come first; for parked and dead messages, those that were set aside
     first. Purged messages are gone. Nothing is counted, and a page reads little, however long the
@@ -89,6 +97,8 @@ def list_(
     if state is not None and state not in STATES:
         raise UsageError(f"--state {state}: the states are {', '.join(STATES)}")
     place = outbox.place_at(after, state)
+    if sources:
+        round_ = round_.among(name for name in round_.brokers if is_source(round_.settings, name))
     round_.go_on(after)
     wanted = Wanted(state=state, service=service, key=key, since=since, until=until)
     round_.show_pages(
@@ -99,6 +109,7 @@ def list_(
         "messages",
         SENT,
         as_json=as_json,
+        matching=wanted != Wanted(),
     )
 
 
@@ -108,7 +119,7 @@ def show(
         str, typer.Argument(metavar="ID", help="Id, as `saf outbox list` shows it, or message id.")
     ],
     *,
-    round_: Brokers,
+    round_: Everywhere,
     key: Annotated[
         str | None, typer.Option(help="Key of the message, to find a message id sooner.")
     ] = None,
@@ -157,11 +168,11 @@ def forwarded_(
     timeout: Timeout = SECONDS,
     as_json: AsJson = False,
 ) -> None:
-    """Tell whether all messages sent before a time are forwarded.
+    """Check that all messages sent before a time are forwarded.
 
     Exit code 0 if they are; 1 if a message is still pending or parked, or has become a dead letter;
     75 if a broker does not answer in time. It shows one message of each kind. A schedule waits for
-    it before it works with forwarded messages.
+    it before it works with forwarded messages. Without --broker, it checks the sources.
     """
     wanted = Wanted(service=service, since=since, until=until)
     found = round_.visit(
@@ -172,7 +183,7 @@ def forwarded_(
     def show() -> None:
         SENT.show_any({name: [*result.left.values()] for name, result in found.items()})
         if not (left or round_.failed):
-            echo(f"everything that was sent before {at(until)} has been forwarded")
+            echo(f"everything sent before {at(until)} is forwarded")
 
     code = int(left and not round_.failed)
     round_.report({"brokers": results_of(found)}, show, as_json=as_json, found=code)
@@ -207,11 +218,12 @@ def _show_details(broker: str, details: Details) -> None:
     listing.show()
 
 
-inboxes = Commands(help="Messages that are stored and not yet handled.")
+inboxes = Commands(help="Inboxes: messages that are stored and not yet handled.")
 
 
 SUBSCRIPTIONS = Table[SubscriptionStatus](
     *("subscription", "unread", "lag", "parked", "keys", "dead letters"),
+    things="subscriptions",
     cells=lambda row: (
         row.subscription, f"{row.unread:,}",
         "-" if row.lag_seconds is None else f"{row.lag_seconds:,.0f} s",
@@ -220,6 +232,7 @@ SUBSCRIPTIONS = Table[SubscriptionStatus](
 )  # fmt: skip
 STORED = Table[Peeked](
     *("id", "message id", "service", "key", "type", "bytes", "received"),
+    things="unread messages",
     below="last answer",
     cells=lambda row: (
         str(row.id), str(row.message_id), row.service, row.key or "", row.message_type or "",
@@ -255,11 +268,10 @@ def notify(
 
 
 @inboxes.command()
-def status(*, round_: AtStores, as_json: AsJson = False) -> None:
+def status(*, round_: Everywhere, as_json: AsJson = False) -> None:
     """Show the backlog and the drops of each subscription.
 
-    It covers the subscriptions of the destinations. Messages of types that no receiver has handled
-    are named by type.
+    Messages of types that no receiver has handled are named by type.
     """
     asked = round_.visit(
         "inbox",
@@ -291,7 +303,7 @@ def status(*, round_: AtStores, as_json: AsJson = False) -> None:
 
 @inboxes.command()
 def peek(
-    subscription: Annotated[str, typer.Argument(help="Subscription whose messages are shown.")],
+    subscription: Annotated[str, typer.Argument(help="Name of the subscription.")],
     *,
     round_: AtStore,
     limit: Limit = 20,
@@ -311,7 +323,7 @@ def message(
     *,
     key: Annotated[
         str | None,
-        typer.Option(help="Key of the message, so that only its shard is searched. Default: any."),
+        typer.Option(help="Key of the message: only its shard is searched. Default: any."),
     ] = None,
     sent: Annotated[
         datetime | None,
@@ -344,7 +356,7 @@ def message(
         HISTORY.show({name: [*_history(item)] for name, item in known.items()})
     unfinished = [words for name, item in found.items() for words in _unfinished(name, item)]
     if not known and not round_.failed:
-        raise UsageError(". ".join([f"no broker knows a message {message_id}", *unfinished]))
+        raise UsageError(". ".join([f"no broker has message {message_id}", *unfinished]))
     for words in unfinished:
         echo(f"saf: {words}", err=True)
     round_.finish(say=not as_json)
@@ -354,7 +366,7 @@ def _unfinished(broker: str, stay: Stay) -> Iterator[str]:
     """Describe the logs of a broker that were not searched to the end."""
     for log, search in stay.unfinished.items():
         yield (
-            f"only the messages {search.said} in the {log} of broker {broker!r} were searched: add "
+            f"the {log} of broker {broker!r} was searched only for messages {search.said}: add "
             "--sent TIME, the message's --key, or --timeout with more seconds"
         )
 
@@ -370,7 +382,7 @@ def _history(stay: Stay) -> Iterator[tuple[str, ...]]:
         yield "", "taken" if reading.complete else "unread", reading.subscription
     for tried in stay.attempts:
         answer = "no answer" if tried.status is None else f"answer {tried.status}"
-        what = f"tried for {tried.seconds:.1f} s: {answer}"
+        what = f"attempt of {tried.seconds:.1f} s: {answer}"
         yield at(tried.at), what, tried.subscription, tried.error
     for aside in stay.aside:
         what = aside.reason or ""
@@ -381,4 +393,6 @@ def _history(stay: Stay) -> Iterator[tuple[str, ...]]:
         yield at(decided.audit_at), decided.action, decided.person or decided.who, decided.why
 
 
-HISTORY = Table[tuple[str, ...]]("when", "what", "by", below="why", cells=lambda cells: cells)
+HISTORY = Table[tuple[str, ...]](
+    "when", "what", "by", things="traces of the message", below="why", cells=lambda cells: cells
+)

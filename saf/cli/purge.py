@@ -19,13 +19,13 @@ from saf.operating.maintenance import Outcome, count_purged, purge_by_rules
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 MEANING = {
-    "current": "ids are drawn from it",
-    "rotated": "left for the next slot; it goes when it is old enough",
+    "current": "in use: new messages go here",
+    "rotated": "left for the next slot; purged when it is old enough",
     "rotatable": "would be left for the next slot",
     "retained": "holds messages younger than the retention",
     "unread": "no subscription has read it",
-    "locked": "a transaction that has written or read it is still open: try again",
-    "changed": "a message came in during the purge: try again",
+    "locked": "an open transaction has written or read it: try again",
+    "changed": "a message arrived during the purge: try again",
     "purged": "",
     "purgeable": "would be purged",
 }
@@ -51,7 +51,7 @@ def command(
         typer.Option(
             parser=_seconds,
             metavar="DURATION",
-            help="Keep messages younger than 7d, 12h, 30m, 0. Default: purge.retention_seconds.",
+            help="Age to keep messages for: 7d, 12h, 30m, 0. Default: purge.retention_seconds.",
         ),
     ] = None,
     archive: Annotated[
@@ -69,7 +69,7 @@ def command(
 ) -> None:
     """Purge old messages that every subscription has completed.
 
-    It purges a slot of the log at a time. It is safe at any time, as often as you like. A slot that
+    It purges one slot of a log at a time, and is safe at any time, however often. A slot that
     cannot be purged now is kept, and the reason is shown.
     """
     rules = with_options(round_.settings.purge, retention_seconds=retention, archive=archive)
@@ -111,7 +111,7 @@ def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:
 def _rows(outcome: Outcome) -> Iterator[tuple[str, ...]]:
     """Yield the cells of the slots and other things that a purge was about."""
     if outcome.busy:
-        yield "", "", "busy", "", "another purge is at work"
+        yield "", "", "busy", "", "another purge is running"
     if outcome.orphans:
         why = "staged by jobs of Spark that never sent them"
         yield "outbox", "", "removed", f"{outcome.orphans:,}", why
@@ -123,5 +123,8 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, ...]]:
 
 
 SLOTS = Table[tuple[str, ...]](
-    *("log", "slot", "state", "messages"), below="why", cells=lambda cells: cells
+    *("log", "slot", "state", "messages"),
+    things="slots to purge",
+    below="why",
+    cells=lambda cells: cells,
 )

@@ -117,6 +117,7 @@ def _sum(outcome: Outcome, figure: str) -> int:
 
 OUTCOMES = Table[Outcome](
     *("complete", "set aside", "pending", "stored", "in flight", "lost", "duplicate", "unexpected"),
+    things="compared sources",
     cells=lambda outcome: (
         *(f"{_sum(outcome, figure):,}" for figure in FIGURES),
         *(f"{outcome.counts.get(kind, 0):,}" for kind in ("in_flight", *KINDS[:3])),
@@ -124,6 +125,7 @@ OUTCOMES = Table[Outcome](
 )
 DIFFERENCES = Table[Difference](
     *("difference", "message id", "service", "key", "shard", "created"),
+    things="differences",
     below="where",
     cells=lambda row: (
         row.kind, str(row.message_id), row.service, row.key or "", str(row.shard),
@@ -134,7 +136,7 @@ DIFFERENCES = Table[Difference](
 
 def _where(row: Difference) -> str:
     stored = f"stored at {', '.join(row.stored)}" if row.stored else ""
-    lost = f"not any more at {', '.join(row.lost_at)}" if row.lost_at else ""
+    lost = f"lost at {', '.join(row.lost_at)}" if row.lost_at else ""
     return ", and ".join(filter(None, [stored, lost]))
 
 
@@ -143,10 +145,10 @@ def _show_outcomes(known: Mapping[str, Outcome]) -> None:
     for outcome in known.values():
         paragraph(f"{outcome.broker}: compared {_range(outcome.range)}")
         for name, why in outcome.unread.items():
-            paragraph(f"destination {name!r} is not compared: {why}")
+            paragraph(f"destination {name!r} was not compared: {why}")
         if count := outcome.counts.get("not_compared", 0):
-            are = "is" if count == 1 else "are"
-            echo(f"{counted(count, 'message')} {are} not compared, because they may be there")
+            were = "was" if count == 1 else "were"
+            echo(f"{counted(count, 'message')} {were} not compared: they may have arrived")
         if count := outcome.counts.get("uncertain", 0):
             echo(
                 f"{counted(count, 'message')} of topics may have lost a copy: it is not known "
@@ -158,7 +160,7 @@ def _show_outcomes(known: Mapping[str, Outcome]) -> None:
                 "was restored over existing rows: saf rebase removes the second rows"
             )
         if count := outcome.left_out:
-            echo(f"lost counts what transforms leave out, too: {counted(count, 'message')} so far")
+            echo(f"lost includes {counted(count, 'message')} left out by transforms so far")
         if outcome.named:
             DIFFERENCES.show_rows(outcome.named)
 
@@ -170,7 +172,7 @@ def _range(compared: Range) -> str:
     if compared.purged:
         text += (
             f" (now less purge.retention_seconds, because the {' and the '.join(compared.purged)} "
-            "may have been purged; if ever with a shorter retention, add --since)"
+            "may have been purged; if a shorter retention was ever used, add --since)"
         )
     return text
 
@@ -298,7 +300,7 @@ def rebase_(
     """
     settings = load(config)
     if moved_by is not None and broker is None:
-        raise UsageError(f"--moved-by {moved_by} is true of one database: name it with --broker")
+        raise UsageError(f"--moved-by {moved_by} concerns one database: name it with --broker")
     round_ = Round(everywhere(settings, broker), settings)
 
     def repair(connection: psycopg.Connection[Any]) -> Rebased | None:
@@ -428,7 +430,7 @@ def _rebased(result: Rebased | None, purged: Sequence[str], *, dry_run: bool) ->
     if result.new_ids:
         words += f"; {counted(result.new_ids, 'message')} with new ids"
     if result.doubled:
-        words += f"; {counted(result.doubled, 'row')} removed that stood twice"
+        words += f"; {counted(result.doubled, 'row')} removed that were there twice"
     if result.why:
         words += f" (because {'; '.join(result.why)})"
     if result.destinations_ahead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -18,6 +19,7 @@ from saf.database import of_broker
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
 from saf.errors import ConfigurationError, Unroutable
+from saf.operating.addressed import Lacking, lacking
 from saf.operating.wording import at
 from saf.routing import routes
 from saf.routing.explain import Explanation, Verdict, as_dict, explain
@@ -25,7 +27,7 @@ from saf.routing.matching import Route
 from saf.routing.routes import Configuration, Configured, describe
 
 app = Commands(help="Routes: which messages go where.")
-topics = Commands(help="Topics: services that go to every destination.")
+topics = Commands(help="Topics: services whose messages go to every destination.")
 
 ANY = "(any)"
 NEXT_BATCH = "from the next batch on"
@@ -56,6 +58,7 @@ Topic = Annotated[str, typer.Argument(metavar="NAME", help="Name of the service.
 
 TOPICS = Table[tuple[str, list[str]]](
     "topic",
+    things="topics",
     below="destinations",
     cells=lambda row: (row[0], ", ".join(row[1]) or "none"),
     plain=lambda row: {"topic": row[0], "destinations": row[1]},
@@ -145,7 +148,7 @@ def disable(*, key: Key, round_: Brokers) -> None:
 
 @app.command("list")
 def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
-    """Show all routes and where each is defined, the most specific first."""
+    """List the routes and where each is defined, the most specific first."""
 
     def rows(connection: psycopg.Connection[Any]) -> list[tuple[Configured, Configuration]]:
         found = _configuration(round_, connection)
@@ -165,10 +168,11 @@ def explain_(
     round_: Brokers,
     as_json: AsJson = False,
 ) -> None:
-    """Show where a message would go with the next batch.
+    """Explain where a message would go with the next batch.
 
-    It also explains why the other routes do not count. Exit code 75: at some broker no route
-    matches, so the message would wait.
+    It also shows why the other routes do not count, and asks the destinations whether they have the
+    service. Exit code 75: the message would wait, because at some broker no route matches, or
+    because a destination lacks the service.
     """
     settings = round_.settings
     identities = Identities(settings.destinations).known()
@@ -185,21 +189,22 @@ def explain_(
         ),
     )
 
+    asked = ask_destinations(settings, found.values())
+
     def show() -> None:
         for where, explanation in found.items():
             show_explanation(where, explanation)
+        show_lacking(asked)
 
     lost = any(explanation.lost for explanation in found.values())
-    code = Unroutable.exit_code if lost else 0
-    round_.report({"explanations": results_of(found)}, show, as_json=as_json, found=code)
+    code = Unroutable.exit_code if lost or asked.missing else 0
+    answer = {"explanations": results_of(found), "no_service": asked.missing}
+    round_.report(answer, show, as_json=as_json, found=code)
 
 
 @topics.command("add")
 def add_topic(name: Topic, *, round_: Brokers) -> None:
-    """Make a service a topic.
-
-    Its messages go to all destinations of its routes.
-    """
+    """Add a topic: its messages go to all destinations of its routes."""
     round_.tell(
         "route",
         lambda connection: routes.add_topic(connection, name),
@@ -209,7 +214,7 @@ def add_topic(name: Topic, *, round_: Brokers) -> None:
 
 @topics.command("list")
 def list_topics(*, round_: Brokers, as_json: AsJson = False) -> None:
-    """Show the topics, and where a message of each goes now."""
+    """List the topics, and where a message of each goes now."""
 
     def rows(connection: psycopg.Connection[Any]) -> list[tuple[str, list[str]]]:
         found = _configuration(round_, connection)
@@ -221,7 +226,7 @@ def list_topics(*, round_: Brokers, as_json: AsJson = False) -> None:
 
 @topics.command("remove")
 def remove_topic(name: Topic, *, round_: Brokers) -> None:
-    """Make a topic an ordinary service again.
+    """Remove a topic: its service is an ordinary one again.
 
     Its most specific routes share its messages.
     """
@@ -300,12 +305,14 @@ def _cells(row: tuple[Configured, Configuration]) -> Sequence[str]:
 
 ROUTES = Table[tuple[Configured, Configuration]](
     *("service", "to broker", "destination", "quality", "until", "state", "from"),
+    things="routes",
     below="comment",
     cells=_cells,
     plain=lambda row: {**as_dict(row[0]), "state": state(*row)},
 )
 VERDICTS = Table[Verdict](
     *("taken", "route", "from"),
+    things="routes",
     below="why",
     cells=lambda verdict: (
         "yes" if verdict.takes else "no", describe(verdict.route.route), verdict.route.origin,
@@ -318,8 +325,33 @@ def show_explanation(where: str, one: Explanation) -> None:
     """Print where a message goes, and for each route whether it counts and why."""
     key = "without a key" if one.key is None else f"with key {one.key!r}"
     to = f" at broker {one.broker}" if one.broker else ""
-    leads = ", ".join(map(repr, one.destinations)) or "nowhere: it would be parked"
+    leads = f" goes to {', '.join(map(repr, one.destinations))}"
     if one.router:
-        leads = f"where its router says: saf router explain {one.service} --body …"
-    paragraph(f"{where}: a message for {one.service!r}{to} {key} goes to {leads}")
-    VERDICTS.show_rows(one.verdicts)
+        explain_it = shlex.join(("saf", "router", "explain", one.service, "--body", "…"))
+        leads = f" goes where its router says: `{explain_it}`"
+    elif one.lost:
+        broker = ("--to-broker", one.broker) if one.broker else ()
+        add_it = ("saf", "route", "add", "DESTINATION", "--service", one.service, *broker)
+        leads = f": no route, so it would wait. Add one: `{shlex.join(add_it)}`"
+    paragraph(f"{where}: a message for {one.service!r}{to} {key}{leads}")
+    if one.verdicts:
+        VERDICTS.show_rows(one.verdicts)
+
+
+def ask_destinations(settings: Settings, explanations: Iterable[Explanation]) -> Lacking:
+    """Ask the destinations of explained messages whether they have their services."""
+    found = Lacking()
+    wanted = {(name, one.service): None for one in explanations for name in one.destinations}
+    for name, service in wanted:
+        asked = lacking(settings, [name], service)
+        found.missing |= asked.missing
+        found.unasked |= asked.unasked
+    return found
+
+
+def show_lacking(asked: Lacking) -> None:
+    """Print which destinations lack a service, and which did not answer."""
+    for sentence in asked.missing.values():
+        paragraph(sentence)
+    for name, error in asked.unasked.items():
+        echo(f"saf: whether {name} has the service is not known: {error}", err=True)

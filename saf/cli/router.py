@@ -19,7 +19,7 @@ from saf.cli.alive import say_spark_starts, waiting
 from saf.cli.brokers import AsJson, Brokers, Commands, Config, Name, Round, Store
 from saf.cli.console import Table, echo, results_of
 from saf.cli.metrics import published
-from saf.cli.route import NEXT_BATCH, show_explanation
+from saf.cli.route import NEXT_BATCH, ask_destinations, show_explanation, show_lacking
 from saf.cli.worker import StopTimeout, WorkersListen, alive, listening, supervise
 from saf.columns import COLUMNS, JSON
 from saf.config import did_you_mean, load, load_keys, load_signer
@@ -38,9 +38,7 @@ app = Commands(help="Routers: services that a classifier resolves.")
 
 Service = Annotated[
     str,
-    typer.Argument(
-        metavar="SERVICE", help="The router: the service that messages are addressed to."
-    ),
+    typer.Argument(metavar="SERVICE", help="Name of the router: the service of its messages."),
 ]
 Function = "MODULE:FUNCTION"
 
@@ -81,7 +79,7 @@ def add(
     comment: Annotated[str | None, typer.Option(help="Comment for operators.")] = None,
     round_: Brokers,
 ) -> None:
-    """Let a classifier choose the service of each message.
+    """Add a router, whose classifier chooses the service of each message.
 
     The classifier is used from the next batch on. Routes then choose the destination of the named
     service. An existing router gets the new values, and is enabled. A router that forwards belongs
@@ -138,7 +136,7 @@ def disable(service: Service, *, round_: Brokers) -> None:
 
 @app.command("list")
 def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
-    """Show all routers, and where each is defined."""
+    """List the routers, and where each is defined."""
     declared = round_.settings.declared
     round_.show_rows(
         "route",
@@ -229,7 +227,7 @@ def explain(
     round_: Brokers,
     as_json: AsJson = False,
 ) -> None:
-    """Show the service that a classifier chooses for a message.
+    """Explain which service a classifier chooses for a message.
 
     It also shows where the message would go. Sends nothing. The classifier runs here. That of a
     router that forwards runs for the broker where its service lives. Spark evaluates a classifier
@@ -247,12 +245,19 @@ def explain(
             "route", lambda connection: try_out(connection, message, default, declared, in_sql)
         )
 
+    going = [run.goes for run in found.values() if run.waits is None and run.dead is None]
+    asked = ask_destinations(settings, going)
+
     def show() -> None:
         for where, dry_run in found.items():
             _explain(where, dry_run)
+        show_lacking(asked)
 
     code = max((run.exit_code for run in found.values()), default=0)
-    round_.report({"explanations": results_of(found)}, show, as_json=as_json, found=code)
+    if asked.missing:
+        code = code or Unavailable.exit_code
+    answer = {"explanations": results_of(found), "no_service": asked.missing}
+    round_.report(answer, show, as_json=as_json, found=code)
 
 
 def _enable(service: str, round_: Round, *, enabled: bool) -> None:
@@ -271,6 +276,7 @@ def _done(service: str, done: str) -> str:
 
 ROUTERS = Table[ConfiguredRouter](
     *("service", "kind", "once per", "mode", "state", "from", "comment"),
+    things="routers",
     below="classifier",
     cells=lambda row: (
         row.router.service, row.router.kind, row.router.once_per, row.mode,
@@ -289,11 +295,11 @@ def _explain(where: str, dry_run: DryRun) -> None:
         echo(f"{subject} would become a dead letter: {dry_run.dead}")
     else:
         if dry_run.goes.service != dry_run.service:
-            echo(f"{subject} is really for {dry_run.goes.service!r}")
+            echo(f"{subject} becomes one for {dry_run.goes.service!r}")
         show_explanation(where, dry_run.goes)
 
 
-transforms = Commands(help="Transforms: functions of messages on their way.")
+transforms = Commands(help="Transforms: functions that change messages on their way.")
 
 DEAD = 1
 COLUMN = [f"{name}::text AS {name}" if name in JSON else name for name in COLUMNS]
@@ -313,10 +319,10 @@ def try_(
     *,
     message: Annotated[
         UUID | None,
-        typer.Option(metavar="ID", help="Try the message of an outbox with this message id."),
+        typer.Option(metavar="ID", help="Message id of a message in an outbox to try."),
     ] = None,
     body: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Instead: body of the message to try.")
+        str | None, typer.Option(metavar="TEXT", help="Body of a message to try instead.")
     ] = None,
     key: Annotated[str | None, typer.Option(help="Key of that message. Default: none.")] = None,
     message_type: Annotated[str | None, typer.Option(help="Type of that message.")] = None,
@@ -324,7 +330,7 @@ def try_(
     broker: Name = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the transform of a service returns for one message.
+    """Try the transform of a service on one message, and show its result.
 
     Sends nothing. Spark evaluates the function here, and takes some seconds to start. Exit codes:
     75 if the messages of the service would wait, because the function itself fails; 1 if this
@@ -347,7 +353,7 @@ def try_(
         columns = next((item for item in found.values() if item), {})
         if not columns:
             round_.finish(say=True)
-            raise ConfigurationError(f"no outbox has a message {message}")
+            raise ConfigurationError(f"no outbox has message {message}")
     from saf.spark.evaluation import tried  # Arrow takes a while to import
 
     say_spark_starts()

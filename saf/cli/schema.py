@@ -16,7 +16,7 @@ import typer
 from saf.broker import grants, senders, whole
 from saf.broker import migrate as schema
 from saf.cli.alive import waiting
-from saf.cli.brokers import AsJson, Brokers, Commands
+from saf.cli.brokers import AsJson, Commands, Everywhere
 from saf.cli.console import Table, echo
 from saf.database import Dsn, check_schema, unavailable_if_lost
 from saf.errors import ConfigurationError
@@ -25,7 +25,7 @@ OwnersDsn = Annotated[
     str,
     typer.Option(
         envvar="SAF_DSN",
-        help="The broker's database, as the owner of its schema saf. A password is better in the "
+        help="Database of the broker, as the owner of its schema saf. A password is better in the "
         "environment (PGPASSWORD, SAF_DSN) than on the command line.",
     ),
 ]
@@ -36,7 +36,7 @@ def migrate(
         str,
         typer.Option(
             envvar="SAF_DSN",
-            help="The database: postgresql://user@host/database, SQLAlchemy's form of it, or "
+            help="Database: postgresql://user@host/database, SQLAlchemy's form of it, or "
             "'host=… dbname=…'. A password is better in the environment (PGPASSWORD, SAF_DSN) than "
             "on the command line.",
         ),
@@ -68,7 +68,7 @@ def warn_of_search_path(database: Dsn) -> None:
 
 
 def grant(
-    name: Annotated[str, typer.Argument(help="An existing role of the server.")],
+    name: Annotated[str, typer.Argument(help="Name of an existing role of the server.")],
     dsn: OwnersDsn,
     role: Annotated[
         list[grants.Kind] | None,
@@ -81,7 +81,7 @@ def grant(
         bool, typer.Option("--dry-run", help="Print the SQL and change nothing.")
     ] = False,
 ) -> None:
-    """Give a role the rights that its duty needs.
+    """Grant a role the rights that its duty needs.
 
     The rights are on a broker's schema saf; it gets no others. Earlier rights of the role, granted
     by saf or by hand, are removed in the same transaction. It is safe to repeat; repeat it after an
@@ -113,10 +113,13 @@ def grant(
 
 sending = Commands(help="Senders: which roles may send as which service.")
 
-Role = Annotated[str, typer.Argument(metavar="ROLE", help="An existing role of the server.")]
+Role = Annotated[
+    str, typer.Argument(metavar="ROLE", help="Name of an existing role of the server.")
+]
 
 RULES = Table[senders.Sender](
     *("role", "from", "to"),
+    things="rules for senders",
     cells=lambda rule: (
         rule.role if rule.known else f"{rule.role} (no such role)",
         rule.from_service,
@@ -136,12 +139,10 @@ RULES = Table[senders.Sender](
 def add(
     role: Role,
     dsn: OwnersDsn,
-    from_service: Annotated[
-        str, typer.Option("--from", help="The service that the role may send as.")
-    ],
+    from_service: Annotated[str, typer.Option("--from", help="Service that the role may send as.")],
     to_service: Annotated[
         list[str] | None,
-        typer.Option("--to", help="A service that it may send to. Default: any."),
+        typer.Option("--to", help="Service that it may send to. Default: any."),
     ] = None,
     refuse_others: Annotated[
         bool,
@@ -151,7 +152,7 @@ def add(
         ),
     ] = False,
 ) -> None:
-    """Let a role, and its members, send as a service.
+    """Allow a role, and its members, to send as a service.
 
     While a broker has rules, the server refuses each message whose sender and receiver no rule of
     the role allows. The owner of the schema is not restricted. The role needs `saf grant --role
@@ -170,8 +171,8 @@ def add(
 
 
 @sending.command("list")
-def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
-    """Show the rules of the brokers.
+def list_(*, round_: Everywhere, as_json: AsJson = False) -> None:
+    """List the rules for senders.
 
     Without rules, any writer may send as any service.
     """
@@ -207,7 +208,7 @@ def remove(
         left = senders.senders(connection)
     echo(f"{name}: {removed} {'rule' if removed == 1 else 'rules'} of {role} removed")
     if not left:
-        echo(f"{name}: it has no rule left, so any writer may send as any service")
+        echo(f"{name}: no rule is left, so any writer may send as any service")
 
 
 @contextmanager

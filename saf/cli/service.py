@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
+from uuid import UUID
 
 import psycopg
 import typer
 
 from saf.broker import services
 from saf.broker.services import Start
-from saf.cli.brokers import AsJson, AtStore, AtStores, Commands, Config, Round, Store, round_at
-from saf.cli.console import Table, echo
+from saf.cli.brokers import (
+    AsJson,
+    AtStore,
+    Commands,
+    Config,
+    Everywhere,
+    Round,
+    Store,
+    Yes,
+    round_at,
+)
+from saf.cli.console import Table, confirm, echo
 from saf.errors import UsageError
 from saf.log import stream
 from saf.operating.places import everywhere, store
+from saf.operating.wording import counted, first_of
 
 app = Commands(help="Services: what messages are addressed to.")
 
 Service = Annotated[str, typer.Argument(metavar="NAME", help="Name of the service.")]
 Discard = Annotated[
-    bool, typer.Option("--discard", help="Remove it even if messages are left, and discard these.")
+    bool, typer.Option("--discard", help="Discard the messages that are left, after asking.")
 ]
 
 SERVICES = Table[services.Service](
     *("service", "subscriptions"),
+    things="services",
     cells=lambda row: (row.name, ", ".join(row.subscriptions)),
     plain=lambda row: {"service": row.name, "subscriptions": row.subscriptions},
 )
@@ -62,26 +75,41 @@ def create(
 
 
 @app.command("list")
-def list_(*, round_: AtStores, as_json: AsJson = False) -> None:
-    """Show the services of the destinations, and who reads their messages."""
+def list_(*, round_: Everywhere, as_json: AsJson = False) -> None:
+    """List services, and the subscriptions that read their messages."""
     round_.show_rows("service", services.services, "services", SERVICES, as_json=as_json)
 
 
 @app.command()
-def remove(name: Service, *, round_: AtStore, discard: Discard = False) -> None:
+def remove(name: Service, *, round_: AtStore, discard: Discard = False, yes: Yes = False) -> None:
     """Remove a service and its subscriptions.
 
     New messages for it wait at their sources. Without its last service, a broker stores messages
     for any service again.
     """
+    _confirm(f"service {name!r}", round_, discard=discard, yes=yes)
 
     def forget(connection: psycopg.Connection[Any]) -> list[str]:
-        services.remove_service(connection, name, discard=discard)
+        given_up = services.remove_service(connection, name, discard=discard)
         left = services.services(connection)
-        any_again = ["it has no service left, and stores messages for any again"]
-        return [f"service {name} removed"] + any_again * (not left)
+        any_again = ["no service is left, so it stores messages for any service again"]
+        return [f"service {name} removed{_discarded(given_up)}"] + any_again * (not left)
 
     round_.tell("service", forget, list)
+
+
+def _discarded(given_up: Sequence[UUID]) -> str:
+    """Return how many messages were discarded, and the first ids, in words."""
+    if not given_up:
+        return ""
+    return f"; {counted(len(given_up), 'message')} discarded {first_of(map(str, given_up))}"
+
+
+def _confirm(what: str, round_: Round, *, discard: bool, yes: bool) -> None:
+    """Ask before messages are discarded."""
+    if discard:
+        at = ", ".join(round_.brokers)
+        confirm(f"Remove {what} at {at}, and discard the messages that are left?", yes=yes)
 
 
 subscriptions = Commands(help="Subscriptions: named readers of an inbox, and streams.")
@@ -91,6 +119,7 @@ Subscription = Annotated[str, typer.Argument(metavar="NAME", help="Name of the s
 
 SUBSCRIPTIONS = Table[services.Subscription](
     *("subscription", "service"),
+    things="subscriptions",
     cells=lambda row: (row.name, row.service or "(all)"),
     plain=lambda row: {"subscription": row.name, "service": row.service},
 )
@@ -102,16 +131,16 @@ def create_subscription(
     *,
     service: Annotated[str | None, typer.Option(help="Service whose messages are read.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all-services", help="Instead: read the messages for all services.")
+        bool, typer.Option("--all-services", help="Read the messages for all services instead.")
     ] = False,
     log: Annotated[
         Log | None,
         typer.Option(
-            "--stream", help="Instead: register a stream of Spark that reads this log of --broker."
+            "--stream", help="Register a stream of Spark instead, which reads this log of --broker."
         ),
     ] = None,
     from_now: Annotated[
-        bool, typer.Option("--from-now", help="Only messages stored from now on.")
+        bool, typer.Option("--from-now", help="Read only messages stored from now on.")
     ] = False,
     config: Config = None,
     broker: Store = None,
@@ -151,8 +180,8 @@ def _register(name: str, log: Log, start: Start, config: Config, broker: Store) 
 
 
 @subscriptions.command("list")
-def list_subscriptions(*, round_: AtStores, as_json: AsJson = False) -> None:
-    """Show the subscriptions of the destinations' inboxes."""
+def list_subscriptions(*, round_: Everywhere, as_json: AsJson = False) -> None:
+    """List the subscriptions of inboxes."""
     round_.show_rows(
         "subscription", services.subscriptions, "subscriptions", SUBSCRIPTIONS, as_json=as_json
     )
@@ -173,8 +202,9 @@ def drop(
             "--broker", metavar="NAME", help="Broker or fleet. Default: the broker that has it."
         ),
     ] = None,
+    yes: Yes = False,
 ) -> None:
-    """Forget a stream of Spark, so that no messages are kept for it.
+    """Drop a stream of Spark, after asking: no messages are kept for it.
 
     Its query cannot continue from its checkpoint: stop it first. If several brokers have such a
     stream, or both logs of one broker, nothing is dropped until you name one.
@@ -184,6 +214,8 @@ def drop(
     found = {where: [item for item in logs if log in (None, item)] for where, logs in asked.items()}
     found = {where: logs for where, logs in found.items() if logs}
     _refuse_several(name, found, round_, broker)
+    if found:
+        confirm(f"Drop stream {name!r} at {', '.join(found)}? Its query cannot continue.", yes=yes)
     dropping = round_.among(found)
     for where, logs in dropping.visit(
         "subscription",
@@ -207,8 +239,8 @@ def _refuse_several(
         raise UsageError(f"no stream {name!r}: `saf status` lists the streams")
     if broker is None and len(found) > 1:
         raise UsageError(
-            f"there is a stream {name!r} in {', '.join(found)}, and none is dropped: which one? "
-            "Use --broker NAME"
+            f"stream {name!r} exists at {', '.join(found)}, so none is dropped: choose one with "
+            "--broker NAME"
         )
     if broker is None and round_.failed:
         echo("not every broker answers, so nothing is dropped: add --broker NAME", err=True)
@@ -216,16 +248,19 @@ def _refuse_several(
     places = [where for where, logs in found.items() if len(logs) > 1]
     if places:
         raise UsageError(
-            f"there is a stream {name!r} of both logs in {', '.join(places)}, and none is dropped: "
-            "which one? Use --stream outbox or --stream inbox"
+            f"stream {name!r} of both logs exists at {', '.join(places)}, so none is dropped: "
+            "choose one with --stream outbox or --stream inbox"
         )
 
 
 @subscriptions.command("remove")
-def remove_subscription(name: Subscription, *, round_: AtStore, discard: Discard = False) -> None:
+def remove_subscription(
+    name: Subscription, *, round_: AtStore, discard: Discard = False, yes: Yes = False
+) -> None:
     """Remove a reader, with its parked messages and dead letters."""
+    _confirm(f"subscription {name!r}", round_, discard=discard, yes=yes)
     round_.tell(
         "subscription",
         lambda connection: services.remove_subscription(connection, name, discard=discard),
-        lambda _: f"subscription {name} removed",
+        lambda given_up: f"subscription {name} removed{_discarded(given_up)}",
     )

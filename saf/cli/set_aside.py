@@ -1,15 +1,17 @@
 """``saf parked`` and ``saf dead``: messages set aside, and operators' decisions about them.
 
-``saf parked`` shows why messages wait, e.g. for a destination, and until when: `lanes` by lane,
+``saf parked`` shows what messages wait for, e.g. a destination, and until when: `lanes` by lane,
 each with its next attempt, and `messages` one by one. `retry_now_` makes lanes due now. ``saf
 dead`` shows the messages that need an operator. ``groups`` shows either by the causes of their
-failure. The decisions are those of `saf.cli.decisions`.
-Their ``--dry-run`` counts parked messages, and lists dead letters.
+failure. The decisions are those of `saf.cli.decisions`. Their ``--dry-run`` counts parked messages,
+and lists dead letters. Without ``--broker``, all of them concern the sources and the stores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any
 
 import psycopg
@@ -21,9 +23,9 @@ from saf.cli.brokers import (
     After,
     AsJson,
     Before,
-    Brokers,
     Commands,
     DryRun,
+    Everywhere,
     Limit,
     Options,
     Round,
@@ -32,13 +34,13 @@ from saf.cli.brokers import (
 from saf.cli.console import Table, echo, ends, say_next, write
 from saf.cli.decisions import MOST, Key, Service, add_decisions, numbers, say_staying
 from saf.errors import UsageError
-from saf.operating.wording import at, counted
+from saf.operating.wording import at, counted, none_at
 from saf.setaside import audit, dead
 from saf.setaside.audit import Audited
 from saf.setaside.dead import REASONS
 from saf.setaside.failure_groups import FailureGroup, failure_groups
 from saf.setaside.fingerprint import check_group
-from saf.setaside.lane import Kind
+from saf.setaside.lane import Kind, Lane, WaitsFor
 from saf.setaside.parking import BLOCKED
 from saf.setaside.selection import (
     WHY,
@@ -58,42 +60,45 @@ from saf.setaside.waiting import (
     undecided,
 )
 
-parking = Commands(help="Messages that wait, and when they are tried next.")
+parking = Commands(help="Parked messages: what they wait for, and the next attempt.")
 
 
 LaneSubscription = Annotated[
     str | None, typer.Option(help="Only messages that this subscription set aside.")
 ]
-LaneDestination = Annotated[
-    str | None, typer.Option(help="Only messages that wait for this destination.")
+LaneDestination = Annotated[str | None, typer.Option(help="Only messages for this destination.")]
+LaneWaitsFor = Annotated[
+    WaitsFor | None,
+    typer.Option(
+        "--waits-for", help=f"Only messages that wait for: {', '.join(WaitsFor)}.", metavar="WHAT"
+    ),
 ]
-LaneKind = Annotated[Kind | None, typer.Option("--kind", help="Only lanes of this kind.")]
 Subject = Annotated[
-    str | None, typer.Option(help="Only the lane of this service, key, shard or conversation.")
+    str | None,
+    typer.Option(help="Only messages that wait for this service, key, shard or conversation."),
 ]
 
 
 def _group(shown_by: str) -> Any:
     """Return the option for a failure group, as a command shows it."""
-    help_ = f"Only this failure group: an id that `{shown_by}` shows."
+    help_ = f"Only messages of this failure group: an id that `{shown_by}` shows."
     return Annotated[str | None, typer.Option(metavar="ID", help=help_)]
 
 
-def _lanes(*, kind: Kind | None, group: str | None, **criteria: Any) -> Lanes:
-    return Lanes(lane=kind, group=check_group(group), **criteria)
+def _lanes(*, group: str | None, **criteria: Any) -> Lanes:
+    return Lanes(group=check_group(group), **criteria)
 
 
 def _parked_messages(
-    *, ids: list[int] | None, kind: Kind | None, group: str | None, **criteria: Any
+    *, ids: list[int] | None, group: str | None, **criteria: Any
 ) -> ParkedMessages:
-    group = check_group(group)
-    return ParkedMessages(numbers=ids or None, lane=kind, group=group, **criteria)
+    return ParkedMessages(numbers=ids or None, group=check_group(group), **criteria)
 
 
 OF_LANES = {
     "subscription": LaneSubscription,
     "destination": LaneDestination,
-    "kind": LaneKind,
+    "waits_for": LaneWaitsFor,
     "subject": Subject,
     "group": _group("saf parked groups"),
 }
@@ -111,7 +116,8 @@ MESSAGES = Options(
 CountFirst = Annotated[bool, typer.Option("--dry-run", help="Count matches without changing them.")]
 
 BY_LANE = Table[Parked](
-    *("parked", "lane", "set aside by", "attempts", "next"),
+    *("parked", "waits for", "set aside by", "attempts", "next attempt"),
+    things="parked messages",
     below="error",
     cells=lambda lane: (
         f"{lane.messages:,}", str(lane.own), lane.subscription, str(lane.attempts), _next(lane),
@@ -119,44 +125,63 @@ BY_LANE = Table[Parked](
     ),
 )  # fmt: skip
 ONE_BY_ONE = Table[ParkedMessage](
-    *("number", "when", "lane", "set aside by", "service", "key", "bytes"),
+    *("number", "when", "waits for", "set aside by", "service", "key", "bytes"),
+    things="parked messages",
     below="error",
     cells=lambda row: (
         str(row.parked_id), at(row.parked_at), str(row.lane), row.subscription, row.service,
         row.key or "", f"{row.bytes:,}", row.error or "",
     ),
 )  # fmt: skip
-BY_GROUP = Table[FailureGroup](
-    *("group", "messages", "reason", "subscription", "destination", "service", "first", "last"),
-    *("example's key",),
+
+
+def _lane_of(row: FailureGroup) -> Lane:
+    """Return the lane of a group of parked messages, without a key, shard or conversation."""
+    return Lane(destination=row.destination, kind=Kind(row.reason), subject=row.service)
+
+
+def _parked_group(row: FailureGroup) -> dict[str, Any]:
+    return {**row.as_dict(), "waits_for": _lane_of(row).waits_for}
+
+
+PARKED_BY_GROUP = Table[FailureGroup](
+    *("group", "messages", "waits for", "set aside by", "first", "last", "example's key"),
+    things="failure groups of parked messages",
     below="example",
     cells=lambda row: (
-        row.group, f"{row.messages:,}", row.reason, row.subscription, row.destination, row.service,
-        at(row.first_at), at(row.last_at), row.key or "", row.error,
+        row.group, f"{row.messages:,}", str(_lane_of(row)), row.subscription, at(row.first_at),
+        at(row.last_at), row.key or "", row.error,
     ),
+    plain=_parked_group,
 )  # fmt: skip
 
 
 def _show_groups(
-    round_: Round, role: str, criteria: Selection[Any], limit: int, *, as_json: bool
+    round_: Round,
+    role: str,
+    criteria: Selection[Any],
+    limit: int,
+    table: Table[FailureGroup],
+    *,
+    as_json: bool,
 ) -> None:
     found = round_.visit(role, lambda connection: failure_groups(connection, criteria, limit))
     rows = {name: groups.shown for name, groups in found.items()}
 
     def show() -> None:
-        BY_GROUP.show(rows)
+        table.show(rows, matching=criteria != type(criteria)())
         for name, groups in found.items():
             if groups.more:
                 echo(f"{name}: {counted(groups.more, 'smaller group')} more")
 
     more = {name: groups.more for name, groups in found.items()}
-    round_.report({"groups": BY_GROUP.plain(rows), "more": more}, show, as_json=as_json)
+    round_.report({"groups": table.plain(rows), "more": more}, show, as_json=as_json)
 
 
 @parking.command("list")
 def lanes(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     limit: Annotated[
         int, typer.Option(min=1, max=MOST_ROWS, help="Lanes per broker, at most.")
     ] = 100,
@@ -164,10 +189,10 @@ def lanes(
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the lanes of parked messages.
+    """List parked messages by what they wait for, with the next attempt.
 
-    It shows the number of messages in each, why they wait, and the next attempt. If there are more
-    lanes than the limit, it shows those that block the most messages.
+    Each row is a lane: messages that wait for the same thing, in order. If there are more lanes
+    than the limit, it shows those that block the most messages.
     """
     place = place_at(after)
     round_.go_on(after)
@@ -176,7 +201,7 @@ def lanes(
     )
 
     def show() -> None:
-        BY_LANE.show(lanes)
+        BY_LANE.show(lanes, matching=criteria != Lanes())
         if after is None:
             show_how_many_more(lanes)
         say_next(lanes)
@@ -196,25 +221,25 @@ def show_how_many_more(lanes: Mapping[str, Waiting]) -> None:
 def _next(lane: Parked) -> str:
     """Return the time of a lane's next attempt, in words."""
     if lane.awaits_handler:
-        return "by a receiver that handles it"
-    if lane.kind == Kind.AHEAD:
-        return "when it has come"
+        return "once a worker handles its type"
+    if lane.waits_for is WaitsFor.CONVERSATION:
+        return "once the earlier message arrives"
     if lane.braked:
-        return "after retry-now"
+        return "after saf parked retry-now"
     if lane.next_attempt_at >= BLOCKED:
-        return "after a decision about a dead letter"
+        return "after a decision about its dead letter"
     return "now" if lane.due else at(lane.next_attempt_at)
 
 
 @parking.command("retry-now")
 def retry_now_(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     criteria: Annotated[Lanes, LANES],
     why: Why = "",
     as_json: AsJson = False,
 ) -> None:
-    """Let the next run retry parked messages without waiting longer.
+    """Retry parked messages at the next run, without waiting longer.
 
     The next run of the forwarder, or a receiver, retries them. A key that waits for your decision
     about its dead letter is counted, and still waits: see `saf dead`.
@@ -225,9 +250,14 @@ def retry_now_(
 
     def show() -> None:
         for name, (lanes, keys) in done.items():
-            more = f"{counted(keys, 'key')} more until you decide about a dead letter"
-            tried = f"{counted(lanes, 'lane')} to be tried by the next run"
-            echo(f"{name}: {tried}" + (f"; {more}" if keys else ""))
+            if lanes:
+                echo(f"{name}: {counted(lanes, 'lane')} to be tried by the next run")
+            if keys:
+                wait = "waits" if keys == 1 else "wait"
+                echo(f"{name}: {counted(keys, 'key')} still {wait}: decide with `saf dead`")
+        if done and not any(chain.from_iterable(done.values())):
+            nothing = none_at("parked messages", done, matching=criteria != Lanes())
+            echo(f"{nothing} Nothing is retried.")
 
     done = round_.visit("parked", retry)
     due = {name: lanes for name, (lanes, _) in done.items()}
@@ -238,41 +268,39 @@ def retry_now_(
 @parking.command("messages")
 def messages(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     criteria: Annotated[ParkedMessages, MESSAGES],
     after: After = None,
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Show parked messages one by one.
-
-    Those that were parked first come first.
-    """
-    criteria = criteria.going_on(after)
+    """List parked messages one by one, those parked first at the top."""
     round_.go_on(after)
+    wanted = criteria.going_on(after)
     round_.show_pages(
         "parked",
-        lambda connection: criteria.page(connection, limit),
+        lambda connection: wanted.page(connection, limit),
         "parked",
         ONE_BY_ONE,
         as_json=as_json,
+        matching=criteria != ParkedMessages(),
     )
 
 
 @parking.command("groups")
 def parked_groups(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     criteria: Annotated[ParkedMessages, MESSAGES],
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Show parked messages by the cause of their failure.
+    """Group parked messages by their causes, the largest group first.
 
-    The largest group comes first. A group's lanes failed with the same error but for numbers, ids,
-    times and quoted values. The error and the key of its newest message are the example.
+    A group's lanes failed with the same error but for numbers, ids, times and quoted values. The
+    error and the key of its newest message are the example.
     """
-    _show_groups(round_, "parked", criteria, limit, as_json=as_json)
+    _show_groups(round_, "parked", criteria, limit, PARKED_BY_GROUP, as_json=as_json)
 
 
 def _count(
@@ -283,8 +311,11 @@ def _count(
     def show() -> None:
         for name, row in found.items():
             stay = f"; {counted(row.staying, 'other')} would stay" if row.staying else ""
-            echo(f"{name}: {counted(row.messages, 'parked message')}{stay}")
+            if row.messages or row.staying:
+                echo(f"{name}: {counted(row.messages, 'parked message')}{stay}")
             say_staying(row.stays)
+        if found and not any(row.messages or row.staying for row in found.values()):
+            echo(none_at("parked messages", found, matching=criteria != ParkedMessages()))
 
     counts = {name: {"messages": row.messages, "stay": row.staying, "why": dict(row.stays)}
               for name, row in found.items()}  # fmt: skip
@@ -297,22 +328,24 @@ add_decisions(
     MESSAGES,
     _count,
     CountFirst,
-    discard="""Give parked messages up for good.
+    discard="""Discard parked messages for good, after asking.
 
     Messages that a forwarder or a receiver has in hand stay; --dry-run shows which others stay, and
     why. A dialog that lacks one of the discarded messages fails at both ends.
     """,
-    redirect="""Send parked messages to another destination.
+    redirect="""Redirect parked messages to another destination.
 
     The forwarder delivers them, in order. Messages of receivers and of dialogs stay.
     """,
 )
 
 
-letters = Commands(help="Messages that need an operator's decision.")
+letters = Commands(help="Dead letters: messages that need an operator's decision.")
 
 
-Reason = Annotated[str | None, typer.Option(help=f"One of {', '.join(REASONS)}.")]
+Reason = Annotated[
+    str | None, typer.Option(help=f"Only dead letters with this reason: {', '.join(REASONS)}.")
+]
 Destination = Annotated[str | None, typer.Option(help="Only messages for this destination.")]
 Subscription = Annotated[
     str | None, typer.Option(help="Only dead letters of this subscription, such as forwarder.")
@@ -346,6 +379,7 @@ CRITERIA = Options(
 
 LETTERS = Table[DeadLetter](
     *("number", "when", "subscription", "reason", "service", "key", "bytes"),
+    things="dead letters",
     below="error",
     cells=lambda row: (
         str(row.dead_letter_id), at(row.dead_letter_at), row.subscription, row.reason, row.service,
@@ -353,8 +387,19 @@ LETTERS = Table[DeadLetter](
         row.error if row.stays is None else f"{row.error} ({WHY[row.stays]})",
     ),
 )  # fmt: skip
+DEAD_BY_GROUP = Table[FailureGroup](
+    *("group", "messages", "reason", "subscription", "destination", "service", "first", "last"),
+    *("example's key",),
+    things="dead letters",
+    below="example",
+    cells=lambda row: (
+        row.group, f"{row.messages:,}", row.reason, row.subscription, row.destination, row.service,
+        at(row.first_at), at(row.last_at), row.key or "", row.error,
+    ),
+)  # fmt: skip
 AUDIT = Table[Audited](
     *("when", "who", "person", "action", "messages"),
+    things="decisions",
     below="why",
     cells=lambda row: (
         at(row.audit_at), row.who, row.person or "", row.action, f"{row.messages:,}", row.why
@@ -365,16 +410,16 @@ AUDIT = Table[Audited](
 @letters.command("list")
 def list_(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     criteria: Annotated[DeadLetters, CRITERIA],
     after: After = None,
     limit: Limit = 100,
     count: Annotated[bool, typer.Option("--count", help="Count without listing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show dead letters, oldest first."""
-    criteria = criteria.going_on(after)
+    """List dead letters, oldest first."""
     round_.go_on(after)
+    criteria = criteria.going_on(after)
     if count:
         _show_count(round_, criteria, as_json=as_json)
     else:
@@ -384,31 +429,28 @@ def list_(
 @letters.command("groups")
 def dead_groups(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     criteria: Annotated[DeadLetters, CRITERIA],
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Show dead letters by the cause of their failure.
+    """Group dead letters by their causes, the largest group first.
 
-    The largest group comes first. The errors of a group are the same but for numbers, ids, times
-    and quoted values. The error and the key of its newest message are the example.
+    The errors of a group are the same but for numbers, ids, times and quoted values. The error and
+    the key of its newest message are the example.
     """
-    _show_groups(round_, "dead", criteria, limit, as_json=as_json)
+    _show_groups(round_, "dead", criteria, limit, DEAD_BY_GROUP, as_json=as_json)
 
 
 @letters.command("audit")
 def audit_(
     *,
-    round_: Brokers,
+    round_: Everywhere,
     limit: Limit = 100,
     after: After = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show operators' decisions about messages, the latest first.
-
-    Each decision has its reason.
-    """
+    """List operators' decisions and their reasons, latest first."""
     before = audit.place_at(after)
     round_.go_on(after)
     round_.show_pages(
@@ -426,9 +468,9 @@ def show(
         int, typer.Argument(max=GREATEST, help="Number, as `saf dead list` shows it.")
     ],
     *,
-    round_: Brokers,
+    round_: Everywhere,
 ) -> None:
-    """Write the body of a dead letter to standard output.
+    """Show the body of a dead letter: write it to standard output.
 
     On a terminal, the body is shown as text.
     """
@@ -443,7 +485,7 @@ def show(
 def _show_count(round_: Round, criteria: DeadLetters, *, as_json: bool) -> None:
     found = round_.visit("dead", lambda connection: criteria.count(connection, MOST))
     counts = {name: row.messages for name, row in found.items()}
-    lines = (f"{name}: {counted(count, 'dead letter')}" for name, count in counts.items())
+    lines = [f"{name}: {counted(count, 'dead letter')}" for name, count in counts.items()]
     round_.say({"dead_letters": counts}, lines, as_json=as_json)
 
 
@@ -461,6 +503,7 @@ def _show_letters(
         "dead_letters",
         LETTERS,
         as_json=as_json,
+        matching=replace(criteria, after=None) != DeadLetters(),
     )
 
 
@@ -470,12 +513,12 @@ add_decisions(
     CRITERIA,
     _show_letters,
     DryRun,
-    retry="""Deliver dead letters again, in order.
+    retry="""Retry dead letters, in order.
 
     The forwarder or their receivers deliver them.
     """,
-    discard="Give dead letters up for good.",
-    redirect="""Deliver dead letters again, to another destination.
+    discard="Discard dead letters for good, after asking.",
+    redirect="""Redirect dead letters to another destination.
 
     The forwarder delivers them. Dead letters of receivers and of dialogs stay, and are counted.
     """,

@@ -31,9 +31,9 @@ def status(
     shards: Annotated[bool, typer.Option("--shards", help="Also list each shard.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show pending, parked and dead messages of each source.
+    """Show the pending, parked and dead messages of each source.
 
-    It also shows why messages wait.
+    It also shows what parked messages wait for.
     """
     known = round_.visit("status", lambda connection: broker_status(connection, SHOWN))
 
@@ -53,6 +53,7 @@ def status(
 
 OVERVIEW = Table[BrokerStatus](
     *("pending", "oldest", "parked", "dead letters"),
+    things="sources",
     below="shards and their owners",
     cells=lambda status: (
         f"{status.pending:,}", age(status.oldest_pending_seconds), f"{status.parked:,}",
@@ -61,21 +62,24 @@ OVERVIEW = Table[BrokerStatus](
 )  # fmt: skip
 DROPPED = Table[Dropped](
     *("dropped", "by", "reason", "the last at", "the last one"),
+    things="dropped messages",
     cells=lambda row: (
         f"{row.messages:,}", row.subscription, row.reason, at(row.last_at),
         str(row.last_message_id),
     ),
 )  # fmt: skip
 STREAMS = Table[StreamStatus](
-    *("stream", "log", "not committed", "oldest", "last took some"),
+    *("stream", "log", "not committed", "oldest", "last read"),
+    things="streams",
     cells=lambda stream: (
         stream.stream, stream.log,
-        "may not be read" if stream.pending is None else f"{stream.pending:,}",
+        "no access" if stream.pending is None else f"{stream.pending:,}",
         age(stream.lag_seconds), at(stream.opened_at) if stream.opened_at else "never",
     ),
 )  # fmt: skip
 BY_SHARD = Table[ShardStatus](
     *("shard", "owner", "epoch", "batch", "pending", "lag"),
+    things="shards",
     cells=lambda shard: (
         str(shard.shard), shard.owner or "-", str(shard.epoch),
         f"{shard.batch}{' open' if shard.open else ''}", f"{shard.pending:,}",
@@ -107,7 +111,7 @@ def members(
 ) -> None:
     """Show the owners of each subscription's shards, and its lag.
 
-    It covers both logs of all brokers and destinations. Forwarders, processors and dispatchers own
+    It covers both logs of all sources and stores. Forwarders, processors and dispatchers own
     shards. Workers own none: they lock the shards of a delivery. The number of pending messages is
     an estimate where a shard has more than 1,000; the lag is exact.
     """
@@ -170,8 +174,13 @@ def _of_shard(found: tuple[Membership, Shard]) -> Sequence[str]:
 
 
 SUBSCRIPTIONS = Table[Membership](
-    *("log", "subscription", "left", "lag"), below="members and their shards", cells=_overview
+    *("log", "subscription", "left", "lag"),
+    things="subscriptions",
+    below="members and their shards",
+    cells=_overview,
 )
 SUBSCRIPTION_SHARDS = Table[tuple[Membership, Shard]](
-    *("subscription", "shard", "owner", "epoch", "batch", "left", "lag"), cells=_of_shard
+    *("subscription", "shard", "owner", "epoch", "batch", "left", "lag"),
+    things="shards",
+    cells=_of_shard,
 )

@@ -34,7 +34,8 @@ def command(
         int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free port.")
     ] = 8400,
     write: Annotated[
-        bool, typer.Option("--write", help="Let users who may operate decide about messages.")
+        bool,
+        typer.Option("--write", help="Allow decisions about messages to users who may operate."),
     ] = False,
 ) -> None:
     """Show all brokers in a browser.

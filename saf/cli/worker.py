@@ -47,7 +47,8 @@ def command(
     which: Annotated[
         str,
         typer.Argument(
-            metavar="MODULE:WORKER", help="The saf.Worker or saf.Processors to import and run."
+            metavar="MODULE:WORKER",
+            help="Name of the saf.Worker or saf.Processors to import and run.",
         ),
     ],
     *,

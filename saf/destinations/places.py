@@ -114,10 +114,21 @@ def not_for(where: str, identity: UUID, rows: pa.Table, behind: Collection[str])
     return of_services(where, waiting, rows) if waiting else None
 
 
-def of_services(where: str, services: Sequence[str], rows: pa.Table) -> Refusal:
-    """Return the refusal of those rows that are for services unknown to a destination."""
+def of_services(
+    where: str,
+    services: Sequence[str],
+    rows: pa.Table,
+    *,
+    known: Collection[str] = (),
+    broker: str | None = None,
+) -> Refusal:
+    """Return the refusal of those rows that are for services unknown to a destination.
+
+    ``known`` and ``broker`` are those of `UnknownService`.
+    """
     refused = pc.is_in(rows["to_service"], pa.array(services, pa.string()))
-    return Refusal(error=UnknownService(where, services), rows=rows.filter(refused))
+    error = UnknownService(where, services, known=known, broker=broker)
+    return Refusal(error=error, rows=rows.filter(refused))
 
 
 def of_brokers(where: str, identity: str, others: Sequence[str], rows: pa.Table) -> Refusal:

@@ -104,14 +104,14 @@ def way(routes: Routes, address: Addressed) -> Way:
     >>> from saf.routing.matching import Route
     >>> there = Routes(routes=(Route(service="billing", destination="erp"),))
     >>> way(there, ("billing", None)).destinations, way(there, ("shipping", None)).how
-    (('erp',), 'no route: they would be parked until there is one')
+    (('erp',), 'no route: they would wait until one exists')
     """
     service, broker = address[0], None if address[1] is None else str(address[1])
     if any(router.service == service for router in routes.routers):
         return Way(destinations=(), how="a router: its classifier returns the service of each")
     match = routes.match(service, broker)
     if match is None:
-        return Way(destinations=(), how="no route: they would be parked until there is one")
+        return Way(destinations=(), how="no route: they would wait until one exists")
     named = tuple(
         "the default destination" if route.fallback else describe(route) for route in match.routes
     )

@@ -42,7 +42,7 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 from psycopg.rows import class_row
 
-from saf.config import Broker, Fleet, Settings
+from saf.config import Broker, Fleet, Settings, did_you_mean
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import ConfigurationError, SafError, Unexpected
 from saf.message import MAX_NAME, fits
@@ -224,7 +224,7 @@ def _queried(
         raise ConfigurationError(f"fleets.{name}.query fails: {reason}") from None
     if rows and len(rows[0]) != COLUMNS:
         raise ConfigurationError(
-            f"fleets.{name}.query gives {len(rows[0])} columns, and not two: name and dsn"
+            f"fleets.{name}.query returns {len(rows[0])} columns instead of two: name and dsn"
         )
     return rows
 
@@ -241,7 +241,7 @@ def _listing(
             dsn = Dsn(conninfo, fleet.dsn.bounds)
             broker = kind(dsn=dsn, max_connections=fleet.max_connections)
             if listing.brokers.setdefault(full, broker) is not broker:
-                raise ConfigurationError("its name is listed before")  # noqa: TRY301
+                raise ConfigurationError("its name is listed twice")  # noqa: TRY301
         except ConfigurationError as error:
             problem = ConfigurationError(f"fleet {name!r}, row {number}: {error}")
             listing.problems.append((name, problem))
@@ -255,7 +255,7 @@ def _name(place: object) -> str:
         or not fits(place, MAX_NAME)
         or not place.isprintable()
     ):
-        raise ConfigurationError(f"its name has not 1 to {MAX_NAME} bytes of printable characters")
+        raise ConfigurationError(f"its name needs 1 to {MAX_NAME} bytes of printable characters")
     return place
 
 
@@ -318,7 +318,7 @@ def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listi
 
 
 def everywhere(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
-    """Return the brokers that may have ends of conversations: sources and destinations, or one.
+    """Return all sources and stores, or the named broker or fleet.
 
     A broker that is both has the same name in both roles.
     """
@@ -347,6 +347,11 @@ def store(settings: Settings, name: str | None) -> Mapping[str, Broker]:
     return found
 
 
+def is_source(settings: Settings, name: str) -> bool:
+    """Return whether a broker's outbox is forwarded: it is in saf.toml, or in a fleet."""
+    return name in settings.brokers or name.partition("/")[0] in settings.fleets
+
+
 def _of_fleet(settings: Settings, name: str) -> bool:
     """Return whether a name belongs to a fleet, or to a broker of a fleet."""
     return name.partition("/")[0] in settings.fleets and name not in settings.destinations
@@ -366,11 +371,13 @@ def _place(settings: Settings, name: str) -> Broker:
     if name not in places and name in settings.destinations:
         kind = settings.destinations[name].kind
         raise ConfigurationError(
-            f"--broker {name}: the destination {name!r} is of kind {kind!r}, and no broker"
+            f"--broker {name}: the destination {name!r} of kind {kind!r} is not a broker"
         )
     if name not in places:
-        names = ", ".join(settings.brokers)
-        raise ConfigurationError(f"--broker {name}: no [brokers.{name}] in saf.toml, only {names}")
+        raise ConfigurationError(
+            f"--broker {name}: no [brokers.{name}] in saf.toml{did_you_mean(name, places)}, only "
+            f"{', '.join(places)}"
+        )
     return places[name]
 
 

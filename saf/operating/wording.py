@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Collection, Iterable
 from datetime import datetime
 
 SEPARATOR = "Zs"
 """Unicode category of characters that Python does not call printable, but that do no harm."""
+
+
+NAMED = 3
+"""How many keys or brokers a sentence names."""
 
 
 def counted(count: int, thing: str, things: str = "") -> str:
@@ -16,6 +21,41 @@ def counted(count: int, thing: str, things: str = "") -> str:
     ('1 message', '1,200 messages', '0 entries')
     """
     return f"{count:,} {thing if count == 1 else things or thing + 's'}"
+
+
+def first_of(names: Iterable[str], more: int = 0) -> str:
+    """Return the first different names in brackets, and whether there are others.
+
+    ``more`` is the number of things without a name here.
+
+    >>> first_of(["A-1", "A-1", "A-2"]), first_of(["A-1"], more=2), first_of("abcd"), first_of([])
+    ('(A-1, A-2)', '(A-1, …)', '(a, b, c, …)', '')
+    """
+    different = [*dict.fromkeys(names)]
+    if not different:
+        return ""
+    others = ["…"] if more or different[NAMED:] else []
+    return f"({', '.join([*different[:NAMED], *others])})"
+
+
+def none_at(things: str, places: Collection[str], *, matching: bool = False) -> str:
+    """Say that nothing was found, and where.
+
+    >>> none_at("dead letters", ["shop"]), none_at("dead letters", ["shop", "mom"], matching=True)
+    ('No dead letters at shop.', 'No matching dead letters at shop, mom.')
+    >>> none_at("routes", range(600)), none_at("routes", [])
+    ('No routes at 600 brokers.', 'No routes: no broker was asked.')
+    """
+    what = f"No {'matching ' * matching}{things}"
+    if not places:
+        return f"{what}: no broker was asked."
+    if len(places) > MOST_PLACES:
+        return f"{what} at {len(places):,} brokers."
+    return f"{what} at {', '.join(places)}."
+
+
+MOST_PLACES = 8
+"""How many brokers are named; more are counted."""
 
 
 def at(moment: datetime) -> str:

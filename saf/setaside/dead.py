@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -25,6 +26,18 @@ REASONS = (
     *("rejected", "expired", "over_size", "unavailable", "failed", "unresolved", "no_dialog"),
     *(UNSIGNED, UNKNOWN_KEY, ALTERED),
 )
+BECAUSE: Mapping[str, str] = MappingProxyType(
+    {
+        "rejected": "rejected by the destination",
+        "over_size": "too large",
+        "unavailable": "sent at most once, without an answer",
+        "failed": "handler failed",
+        "unresolved": "router failed",
+        "no_dialog": "no such dialog",
+        UNKNOWN_KEY: "signed by an unknown key",
+    }
+)
+"""Reasons in words, where the reason alone is too short."""
 
 SHOWN = 1024
 """Characters of a name or a key that are shown; only rows of an older schema have more."""

@@ -33,23 +33,23 @@ from saf.limits import HEADERS_READABLE
 from saf.log import shards
 from saf.setaside.dead import SHOWN
 from saf.setaside.fingerprint import DEAD_GROUP, PARKED_GROUP
-from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
+from saf.setaside.lane import BROKER, SAME_LANE, WAITS_FOR, Kind, Lane
 
 Row = TypeVar("Row")
 
 WHY: Mapping[str, str] = MappingProxyType(
     {
-        "in_hand": "somebody has it in hand, or will within seconds: decide again in a moment",
-        "batch": "the forwarder's open batch has set it aside, and has not passed it yet: decide "
-        "once it has",
-        "doubt": "it may have arrived, so the next run turns it into a dead letter: decide then",
-        "later": "it waits for its deliver_at, and holds nobody up",
-        "ahead": "it waits for an earlier message of its dialog, without which it means nothing",
-        "no_end": "the end of its dialog is not here: nobody could be told",
-        "dialog": "the other end of its dialog is where it is",
+        "in_hand": "a process has it in hand, or will within seconds: decide again in a moment",
+        "batch": "the forwarder's open batch set it aside and has not passed it yet: decide again "
+        "after its run",
+        "doubt": "it may have arrived; the next run makes it a dead letter: decide then",
+        "later": "it waits for its deliver_at, and blocks no other message",
+        "ahead": "it waits for an earlier message of its dialog",
+        "no_end": "the end of its dialog is not at this broker, and could not be notified",
+        "dialog": "it belongs to a dialog, whose other end cannot move",
         "there": "it waits for that destination already",
-        "arrived": "it has arrived where it is handled: only a forwarder's messages go elsewhere",
-        "stopped": "the decision was stopped before it: decide again",
+        "arrived": "it has arrived at its receiver: only a forwarder's messages can be redirected",
+        "stopped": "the decision was stopped: decide again",
     }
 )
 """Why a message stays as it is, in words."""
@@ -319,7 +319,7 @@ class ParkedMessage(SetAside):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as a dict for JSON."""
-        plain = super().as_dict() | {"free": self.stays is None}
+        plain = super().as_dict() | {"free": self.stays is None, "waits_for": self.lane.waits_for}
         broker = plain.pop("broker", None)
         # must not be mistaken for the broker that it is parked at
         return plain if broker is None else {**plain, "to_broker": broker}
@@ -357,6 +357,8 @@ class ParkedMessages(Selection[ParkedMessage]):
 
     lane: str | None = None
     """The kind of their lanes; see `saf.setaside.lane.Kind`."""
+    waits_for: str | None = None
+    """What they wait for; see `saf.setaside.lane.WaitsFor`."""
     subject: str | None = None
 
     WORD = "parked message"
@@ -368,6 +370,7 @@ class ParkedMessages(Selection[ParkedMessage]):
        (SELECT b.error FROM saf.backoff b WHERE {SAME_LANE}) AS error"""
     CRITERIA = f"""
   AND (%(lane)s::text IS NULL OR kind = %(lane)s)
+  AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)
   AND {PARKED_GROUP}"""
     STAYS = f"""
@@ -393,7 +396,7 @@ def staying_in_words(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Return how many messages stay, by reason in words; ``counts`` are by the keys of `WHY`.
 
     >>> staying_in_words([{"later": 2}, {"later": 2}])
-    {'it waits for its deliver_at, and holds nobody up': 4}
+    {'it waits for its deliver_at, and blocks no other message': 4}
     """
     found: Counter[str] = Counter()
     for count in counts:

@@ -22,7 +22,7 @@ from saf.database import fetch
 from saf.database.queries import Page, foreign, page_of
 from saf.setaside.audit import audit
 from saf.setaside.fingerprint import PARKED_GROUP
-from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, Kind
+from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, WAITS_FOR, Kind
 from saf.setaside.parking import BLOCKED, Backoff
 
 
@@ -46,7 +46,12 @@ class Parked(Backoff):
         # must not be mistaken for the broker that the lane is in
         plain = asdict(self)
         broker = plain.pop("broker")
-        return {**plain, **moments, "to_broker": broker and str(broker)}
+        return {
+            **plain,
+            **moments,
+            "waits_for": self.waits_for,
+            "to_broker": broker and str(broker),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,8 @@ class Lanes:
     destination: str | None = None
     lane: str | None = None
     """The kind of the lanes; see `saf.setaside.lane.Kind`."""
+    waits_for: str | None = None
+    """What their messages wait for; see `saf.setaside.lane.WaitsFor`."""
     subject: str | None = None
     group: str | None = None
     """The id of a failure group; see `saf.setaside.fingerprint`."""
@@ -130,6 +137,7 @@ FROM (SELECT * FROM (
           WHERE (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
             AND (%(destination)s::text IS NULL OR w.destination = %(destination)s)
             AND (%(lane)s::text IS NULL OR w.kind = %(lane)s)
+            AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
             AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)
             AND {PARKED_GROUP}) AS every
       WHERE %(after)s::text[] IS NULL OR ({PLACE})
@@ -146,6 +154,7 @@ OF_LANES = f"""
   AND {PARKED_GROUP}
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
   AND (%(lane)s::text IS NULL OR kind = %(lane)s)
+  AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)
   AND (%(subscription)s::text IS NULL OR subscription_id IN (
       SELECT subscription_id FROM saf.subscription WHERE name = %(subscription)s))

@@ -271,7 +271,7 @@ def _not_found(site: Site) -> Callable[[Request, Any], Awaitable[Response]]:
         if visitor is None:
             return PlainTextResponse("not found", status_code=404)
         visit = Visit(site=site, request=request, visitor=visitor)
-        return await _problem(visit, 404, "no such page")
+        return await _problem(visit, 404, "Page not found.")
 
     return handler
 

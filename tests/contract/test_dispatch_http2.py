@@ -16,6 +16,7 @@ from saf.receiving.dispatch.envelope import Request
 from saf.receiving.dispatch.http import Client
 from saf.receiving.dispatch.replies import Answer, Meaning
 from saf.receiving.dispatch.settings import Endpoint
+from saf.receiving.dispatch.transport import PRIVATE_REFUSED
 from tests.endpoints import Got, Partner, Reply, behind_nginx, dispatch, listening, serving
 from tests.pipeline import connect
 from tests.receivers import prepare, store
@@ -185,7 +186,7 @@ def test_what_is_no_answer_is_said_in_one_line(partner: Partner, tmp_path: Path)
         (answer,) = post(Endpoint(url=partner.url, http2=True))
         assert answer.error.startswith("its certificate is refused: ")
         (answer,) = post(Endpoint(url=partner.url, http2=True, public_only=True))
-        assert answer.error == "cannot connect: its address is not on the public internet"
+        assert answer.error == f"cannot connect: {PRIVATE_REFUSED}"
     (answer,) = post(Endpoint(url=partner.url, http2=True))
     assert answer.error == "cannot connect: Connection refused"
 

@@ -34,7 +34,7 @@ def test_a_message_for_an_unknown_service_waits_for_a_person_and_the_run_is_done
     for _ in range(2):  # also while its next attempt is later
         summary = drained(tmp_path, app, mom=mom)
         assert (summary.exit_code, summary.waiting_lanes, summary.down) == (DONE, 1, [])
-        assert "knows no service 'biling'" in summary.waiting[0]["error"]
+        assert "has no service 'biling'" in summary.waiting[0]["error"]
     assert bodies(mom) == ["arrives"]
 
 

@@ -373,7 +373,7 @@ def test_a_service_that_is_not_for_the_partner_waits_and_others_go_on(app: Dsn, 
         forward(app, partner=partner.at())
         assert bodies(mom) == ["yours"]
         ((error,),) = fetch(connection, "SELECT error FROM saf.backoff")
-        assert "knows no service 'payroll'" in error
+        assert "has no service 'payroll'" in error
 
 
 def test_a_source_that_is_not_named_delivers_nothing(app: Dsn, mom: Dsn) -> None:

@@ -667,7 +667,9 @@ def test_a_class_or_a_number_that_will_not_do_is_refused_by_name(inbox: Dsn) -> 
         class Waits(saf.Processor):
             async def passivate(self, connection: object) -> None: ...  # type: ignore[override]
 
-    with pytest.raises(UsageError, match=r"is text, such as 'OrderPlaced', or an event's class, and not 7"):
+    with pytest.raises(
+        UsageError, match=r"is text, such as 'OrderPlaced', or an event's class, and not 7"
+    ):
         saf.handles("A", 7)  # type: ignore[call-overload]
 
     class Nothing(saf.Processor): ...

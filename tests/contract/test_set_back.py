@@ -209,7 +209,7 @@ def test_the_refusal_of_a_store_names_what_was_acknowledged_and_what_it_has(
     send_numbers(app, 2, keys=1)
     never, older, _ = backups
     (shard, batch, position), (_, new_batch, new_position) = marks
-    had = f"such as: of shard {shard} it had batch {new_batch} up to {new_position}, and has "
+    had = f"for example: of shard {shard} it had batch {new_batch} up to {new_position}, and has "
     for store, has in ((older, f"batch {batch} up to {position}"), (never, "nothing")):
         (error,) = refused(app, mom=store)
         assert had + has in error

@@ -615,7 +615,9 @@ def test_a_stream_is_registered_shown_and_dropped_on_the_command_line(
     stream.drain()
     shown = last_json(command("status", "--json", cwd=tmp_path).stdout)["brokers"][0]["streams"]
     assert [(one["pending"], one["lag_seconds"]) for one in shown] == [(0, None)]
-    dropped = command("subscription", "drop", "lake", cwd=tmp_path)
+    asked = command("subscription", "drop", "lake", cwd=tmp_path)
+    assert (asked.returncode, "Add --yes to confirm" in asked.stderr) == (2, True)
+    dropped = command("subscription", "drop", "lake", "--yes", cwd=tmp_path)
     assert dropped.stdout == "app: stream lake of the outbox dropped\n"
     missing = command("subscription", "drop", "lake", cwd=tmp_path)
     assert (missing.returncode, "no stream 'lake'" in missing.stderr) == (2, True)
@@ -632,7 +634,7 @@ def test_of_several_streams_of_a_name_none_is_dropped_until_one_is_named(
             stream_log.create(connection, "it", log, "lake", "beginning")
 
     def drop(*more: str) -> tuple[int, str]:
-        done = command("subscription", "drop", "lake", *more, cwd=tmp_path)
+        done = command("subscription", "drop", "lake", "--yes", *more, cwd=tmp_path)
         return done.returncode, done.stdout + done.stderr
 
     def left() -> list[list[str]]:
@@ -643,7 +645,7 @@ def test_of_several_streams_of_a_name_none_is_dropped_until_one_is_named(
         return found
 
     code, said = drop()
-    assert (code, "in mom, app, and none is dropped" in said, "--broker NAME" in said) == (
+    assert (code, "at mom, app, so none is dropped" in said, "--broker NAME" in said) == (
         2,
         True,
         True,

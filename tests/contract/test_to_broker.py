@@ -90,7 +90,7 @@ def test_a_message_for_a_broker_that_nobody_knows_waits_and_says_who_it_is_for(
     run(app, mom=mom)
     assert bodies(mom) == ["neighbour"]
     ((lane, (messages, error)),) = lanes(source).items()
-    assert (lane, messages) == (f"no route, route 's' at {broker_id(shop)}", 2)
+    assert (lane, messages) == (f"route for service 's' at broker {broker_id(shop)}", 2)
     assert f"no destination is known to be broker {broker_id(shop)}" in error
     assert f"destination 'mom' is {broker_id(mom)}" in error
     run(app, mom=mom)
@@ -137,7 +137,7 @@ def test_a_destination_refuses_what_is_for_another_broker_and_the_neighbours_go_
     run_unknowing(app, 7, mom=mom)
     assert bodies(mom) == [str(number) for number in range(30) if number % 3]
     ((lane, (messages, error)),) = lanes(source).items()
-    assert (lane, messages) == (f"no route, route 's' at {broker_id(shop)}", 10)
+    assert (lane, messages) == (f"route for service 's' at broker {broker_id(shop)}", 10)
     assert f"'mom' is broker {broker_id(mom)}, and refuses messages for {broker_id(shop)}" in error
     assert count(app, "dead_letter") == 0
     send(source, "30", key="k", to_broker=broker_id(shop))

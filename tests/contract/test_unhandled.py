@@ -457,7 +457,7 @@ def test_what_waits_for_a_handler_is_shown_by_type(inbox: Dsn, tmp_path: Path) -
         ("New", 4),
     ]
     listed = run([BIN / "saf", "parked", "list", "--broker", "mom", "--config", config])
-    assert re.search("key 'a' .* by a receiver that handles it +no handler for", listed.stdout)
+    assert re.search("key .a. .* once a worker handles its type +no handler for", listed.stdout)
     examined = run([BIN / "saf", "doctor", "--config", config])
     found = " ".join(examined.stdout.split())
     assert "no_handler: subscription 'billing': 4 messages of type 'New' wait" in found

@@ -29,7 +29,7 @@ def test_the_commands_of_the_page_say_that_all_is_forwarded(
     prepared(tmp_path, app, mom)
     send(app, 2)
     said = shell("".join(blocks(PAGE, "shell")), tmp_path, app, mom)
-    assert "has been forwarded" in said
+    assert "is forwarded" in said
     assert '"forwarded": true' in said
 
 

@@ -173,9 +173,7 @@ def test_a_plan_is_applied_whole_and_the_second_time_there_is_nothing_to_do(
             "archive": None
         }
     assert applied(folder) == {"shop": [], "mom": []}
-    assert run(folder, "apply", "plan.toml") == (
-        "nothing to do: the brokers are as the plan says\n"
-    )
+    assert run(folder, "apply", "plan.toml") == ("nothing to do: the brokers match the plan\n")
 
 
 def test_what_is_exported_changes_nothing_here_and_makes_another_broker_the_same(
@@ -409,7 +407,7 @@ def test_what_no_plan_can_say_is_a_problem_of_its_broker(folder: Path, app: Dsn)
 def test_it_asks_on_a_terminal_of_80_columns_and_no_line_is_longer(folder: Path, mom: Dsn) -> None:
     for answer, created in (("n\n", []), ("y\n", ["billing", "orders"])):
         said = on_a_terminal("apply", "plan.toml", "--broker", "mom", answer=answer, cwd=folder)
-        assert "Do it?" in said
+        assert "Apply it?" in said
         assert max(map(len, said.splitlines())) <= 80
         with connect(mom) as connection:
             assert [one.name for one in services.services(connection)] == created

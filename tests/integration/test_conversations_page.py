@@ -65,7 +65,7 @@ def begin(app: Dsn) -> saf.Dialog:
 
 @pytest.mark.full
 def test_the_shop_and_the_warehouse_do_what_the_page_says(folder: Path, app: Dsn, mom: Dsn) -> None:
-    assert "mom: 2 created, 0 there already\n" in shell(folder, "shell")
+    assert "mom: 2 created, 0 existed\n" in shell(folder, "shell")
     begin(app)
     forward(app, mom)
     (code,) = blocks("warehouse")
@@ -127,8 +127,8 @@ def test_the_ends_compare_and_those_that_have_failed_are_shown(
         # as a backup from before the dialog would have it
         connection.execute("DELETE FROM saf.conversation")
     out = shell(folder, "compare")
-    assert "shop: 1 ends compare" in out
-    assert "mom: 0 ends compare" in out
+    assert "shop: 1 end will compare" in out
+    assert "mom: 0 ends will compare" in out
     for _ in range(2):
         forward(app, mom)
         receive(mom, WAREHOUSE)
@@ -149,7 +149,8 @@ def test_the_ends_compare_and_those_that_have_failed_are_shown(
 def test_a_handle_that_nobody_knows_is_wrong_usage(folder: Path) -> None:
     for command in ("show", "end", "cleanup"):
         nobody = "6f1e0000-0000-4000-8000-000000000000"
-        done = run_saf("dialog", command, nobody, cwd=folder)
+        yes = ["--yes"] if command == "cleanup" else []
+        done = run_saf("dialog", command, nobody, *yes, cwd=folder)
         assert done.returncode == USAGE
         assert f"no conversation {nobody}" in done.stderr
 

@@ -33,10 +33,10 @@ def test_it_says_what_a_redis_server_gives_and_whether_it_can_be_used(
         assert said.returncode == 0, said.stderr
         assert "destination 'there': Redis 7" in said.stdout
         assert (
-            "not given: a crash loses messages acknowledged in the last second or two"
+            "not guaranteed: a crash loses messages acknowledged in the last second or two"
             in said.stdout
         )
-        assert "to have it: appendfsync always in redis.conf" in said.stdout
+        assert "fix: appendfsync always in redis.conf" in said.stdout
         as_json = json.loads(saf("destination", "check", "there", "--json", cwd=tmp_path).stdout)
         assert (as_json["problems"], len(as_json["more"])) == ([], 1)
         doctor = json.loads(saf("doctor", "--json", cwd=tmp_path).stdout)["findings"]

@@ -329,7 +329,7 @@ def test_its_commands_forward_to_a_folder(app: Dsn, tmp_path: Path) -> None:
     env = {"SHOP_DSN": app.conninfo}
     said = saf("reconcile", env=env, cwd=tmp_path)
     assert said.returncode == 0, said.stderr
-    assert "destination 'lake' is not compared: " in said.stdout
+    assert "destination 'lake' was not compared: " in said.stdout
     assert "60 messages are not compared" in said.stdout
     again = saf("replay", "--dry-run", env=env, cwd=tmp_path)
     assert "nothing lost; nothing to lake, which was not compared: " in again.stdout

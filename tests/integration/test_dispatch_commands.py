@@ -66,7 +66,7 @@ def test_a_paused_endpoint_gets_nothing_until_it_is_resumed(
     put(inbox, "1", key="a")
     assert saf("dispatch", "--config", config).returncode == 75
     assert partner.begun == []
-    assert "closed, paused" in saf("endpoint", "list", "--config", config).stdout
+    assert "up, paused" in saf("endpoint", "list", "--config", config).stdout
     saf("endpoint", "resume", "billing", "--config", config)
     assert saf("dispatch", "--config", config).returncode == 0
     assert partner.by_key() == {"a": [1]}
@@ -339,7 +339,7 @@ def test_an_endpoint_of_a_broker_reaches_no_address_inside_unless_saf_toml_names
     config: Path, inbox: Dsn, partner: Partner
 ) -> None:
     config.write_text(config.read_text().partition("[endpoints.billing]")[0])
-    assert "nothing found" in saf("endpoint", "list", "--config", config).stdout
+    assert "No endpoints in saf.toml or at " in saf("endpoint", "list", "--config", config).stdout
     assert saf("dispatch", "--config", config).returncode == 2
     variable = "SAF_ENDPOINT_PARTNER"
     added = saf(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from saf.broker.services import create_service, create_subscription
 from saf.database import Dsn, fetch
 from tests.pipeline import Cycle, connect, forwarding_rules
 from tests.programs import configuration, saf
@@ -20,6 +21,12 @@ SELECT subscription_id, 'mom', 0, n, 'rejected',
        CASE WHEN n < 4 THEN 'no price in order ' || n ELSE 'no address' END, 'billing',
        'k-' || n, ''
 FROM saf.subscription, generate_series(1, 4) AS n WHERE log = 'outbox' AND name = 'forwarder'
+"""
+
+OF_READER = """
+INSERT INTO saf.dead_letter (subscription_id, shard, id, reason, error, to_service, key, body)
+SELECT subscription_id, 0, 1, 'failed', 'no price', 'billing', 'm-1', ''
+FROM saf.subscription WHERE name = 'reader'
 """
 
 
@@ -51,19 +58,23 @@ def test_a_group_of_dead_letters_is_listed_and_discarded(config: Path, app: Dsn)
     assert (group["broker"], group["messages"], group["reason"]) == ("shop", 3, "rejected")
     assert (group["fingerprint"], group["error"]) == ("no price in order …", "no price in order 3")
     assert (group["key"], group["service"]) == ("k-3", "billing")
-    assert found["more"] == {"shop": 1}
+    assert found["more"] == {"shop": 1, "mom": 0}
     said = saf("dead", "groups", "--limit", "1", "--config", config).stdout
     assert f"shop {group['group']} 3 rejected forwarder mom billing" in " ".join(said.split())
     assert "shop: 1 smaller group more" in said
 
     of_group = ("--group", group["group"])
     assert answer("dead", "list", "--count", *of_group, config=config)["dead_letters"] == {
-        "shop": 3
+        "shop": 3,
+        "mom": 0,
     }
     listed = answer("dead", "discard", *of_group, "--dry-run", config=config)["dead_letters"]
     assert [one["key"] for one in listed] == ["k-1", "k-2", "k-3"]
-    done = answer("dead", "discard", *of_group, "--why", "no such orders", config=config)
-    assert done["message_ids"]["shop"] == [one["message_id"] for one in listed]
+    refused = saf("dead", "discard", *of_group, "--config", config)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "Add --yes to confirm" in refused.stderr
+    done = saf("dead", "discard", *of_group, "--why", "no orders", "--yes", "--config", config)
+    assert done.stdout == "shop: 3 dead letters discarded (k-1, k-2, k-3)\n"
     with connect(app) as connection:
         assert fetch(connection, "SELECT key FROM saf.dead_letter") == [("k-4",)]
 
@@ -71,14 +82,37 @@ def test_a_group_of_dead_letters_is_listed_and_discarded(config: Path, app: Dsn)
 def test_a_group_of_parked_messages_is_listed_and_retried(config: Path) -> None:
     (group,) = answer("parked", "groups", config=config)["groups"]
     assert (group["messages"], group["reason"], group["destination"]) == (2, "main", "other")
+    assert group["waits_for"] == "destination"
+    said = saf("parked", "groups", "--config", config).stdout
+    assert f"shop {group['group']} 2 destination 'other' forwarder" in " ".join(said.split())
     of_group = ("--group", group["group"])
     assert len(answer("parked", "messages", *of_group, config=config)["parked"]) == 2
-    assert answer("parked", "retry-now", *of_group, config=config)["lanes"] == {"shop": 1}
+    assert answer("parked", "retry-now", *of_group, config=config)["lanes"] == {
+        "shop": 1,
+        "mom": 0,
+    }
     (lane,) = answer("parked", "list", *of_group, config=config)["parked"]
     assert lane["due"]
     other = ("--group", "0123456789ab")
-    assert answer("parked", "retry-now", *other, config=config)["lanes"] == {"shop": 0}
+    assert {*answer("parked", "retry-now", *other, config=config)["lanes"].values()} == {0}
     assert answer("parked", "list", *other, config=config)["parked"] == []
+
+
+def test_groups_are_those_of_sources_and_stores(config: Path, mom: Dsn) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+        create_subscription(connection, "reader", service="billing")
+        connection.execute(OF_READER)
+    groups = answer("dead", "groups", config=config)["groups"]
+    assert [(one["broker"], one["messages"]) for one in groups] == [
+        ("mom", 1),
+        ("shop", 3),
+        ("shop", 1),
+    ]
+    done = saf("dead", "retry", "--group", groups[0]["group"], "--config", config)
+    assert done.stdout == "mom: 1 dead letter set to be retried (m-1)\n"
+    only = answer("dead", "groups", "--broker", "shop", config=config)["groups"]
+    assert {one["broker"] for one in only} == {"shop"}
 
 
 @pytest.mark.parametrize(

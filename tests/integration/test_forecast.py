@@ -80,4 +80,4 @@ def test_what_waits_and_what_would_wait_behind_it_is_said(app: Dsn, config: Path
 
 def test_a_source_with_nothing_to_do_says_so(config: Path) -> None:
     done = saf("forward", "--explain", "--config", config)
-    assert (done.returncode, done.stdout) == (0, "nothing found\n")
+    assert (done.returncode, done.stdout) == (0, "No pending messages at shop.\n")

@@ -557,7 +557,7 @@ def test_a_forwarder_sees_the_status_of_its_source_without_what_is_in_the_inbox(
         ("lake", 1),
         ("seen", None),
     ]
-    assert re.search(r"seen +inbox +may not be read ", run_saf("status", cwd=tmp_path).stdout)
+    assert re.search(r"seen +inbox +no access ", run_saf("status", cwd=tmp_path).stdout)
 
 
 def test_status_ends_with_2_and_one_sentence_for_a_user_without_rights(

@@ -99,6 +99,7 @@ def config(shared_broker: Callable[[str], Dsn], tmp_path_factory: pytest.TempPat
     return configuration(file, {"app": app}, {"mom": mom})
 
 
+NOWHERE = Dsn("host=/nonexistent dbname=none")
 LONG = 20
 """From so many characters on, a word is a name, a handle, a date or an id."""
 FOUND = {("reconcile", 1), ("doctor", 1)}
@@ -110,8 +111,8 @@ WHOLE = {
     ("dead", "groups"): [SERVICE, KEY, "rejected", "mom rejects messages"],
     ("dead", "audit"): ["discard", "mom rejects messages"],
     ("contract", "list"): [CONTRACT, "initiator"],
-    ("parked", "list"): ["billing", "knows no service"],
-    ("parked", "groups"): ["billing", "service", "knows no service"],
+    ("parked", "list"): ["billing", "has no service"],
+    ("parked", "groups"): ["billing", "service", "has no service"],
     ("route", "list"): [SERVICE, "since the move to the new hall"],
     ("route", "explain", SERVICE): [SERVICE, "yes"],
     ("topic", "list"): [f"{SERVICE}/prices", *DESTINATIONS],
@@ -122,20 +123,20 @@ WHOLE = {
     ("status",): ["dead letters", "nobody: 64 (0-63)", "631,544", HANDLE],
     ("status", "--shards"): ["lag", "nobody: 64 (0-63)"],
     ("inbox", "status"): [SERVICE],
-    ("endpoint", "list"): [ENDPOINT, SUBSCRIPTION, URL, "closed"],
+    ("endpoint", "list"): [ENDPOINT, SUBSCRIPTION, URL, "up"],
     ("inbox", "peek", SERVICE): [SERVICE, KEY],
-    ("purge", "--dry-run"): ["outbox", "ids are drawn from it"],
+    ("purge", "--dry-run"): ["outbox", "in use: new messages go here"],
     ("reconcile",): ["lost", SERVICE, KEY],
-    ("doctor",): ["checks:", "cure:"],
+    ("doctor",): ["checks:", "fix:"],
     ("members",): [SUBSCRIPTION, "nobody: 64 (0-63)"],
     ("broker", "list"): ["mom", "destination", "64"],
     ("outbox", "list"): [SERVICE, KEY, "forwarded"],
-    ("outbox", "show", "1"): [SERVICE, KEY, "rejected"],
-    ("forward", "--explain"): [SERVICE, "knows no service"],
+    ("outbox", "show", "1", "--broker", "app"): [SERVICE, KEY, "rejected"],
+    ("forward", "--explain"): [SERVICE, "has no service"],
 }
 SEVERAL_TABLES = {
     *(("status",), ("status", "--shards"), ("reconcile",), ("doctor",)),
-    *(("outbox", "show", "1"), ("forward", "--explain")),
+    *(("outbox", "show", "1", "--broker", "app"), ("forward", "--explain")),
 }
 """Commands that show more than one table, or none."""
 LISTING = {"list", "groups", "status", "audit", "peek", "explain", "reconcile", "doctor", "purge"}
@@ -222,23 +223,52 @@ def test_in_a_pipe_each_row_is_one_line_and_nothing_is_cut(
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "nothing"),
     [
-        *(
-            "route list",
-            "topic list",
-            "sender list",
-            "router list",
-            "contract list",
-            "service list",
-        ),
-        *("subscription list", "parked list", "dead list", "dead audit", "dialog list"),
-        *("parked groups", "dead groups"),
-        "outbox list",
+        ("route list", "No routes at app."),
+        ("topic list", "No topics at app."),
+        ("router list", "No routers at app."),
+        ("sender list", "No rules for senders at mom, app."),
+        ("contract list", "No contracts at mom, app."),
+        ("service list", "No services at mom, app."),
+        ("subscription list", "No subscriptions at mom, app."),
+        ("parked list", "No parked messages at mom, app."),
+        ("parked messages", "No parked messages at mom, app."),
+        ("parked messages --key A-1", "No matching parked messages at mom, app."),
+        ("parked list --waits-for route", "No matching parked messages at mom, app."),
+        ("parked groups", "No failure groups of parked messages at mom, app."),
+        ("dead list", "No dead letters at mom, app."),
+        ("dead list --broker app", "No dead letters at app."),
+        ("dead list --reason failed", "No matching dead letters at mom, app."),
+        ("dead groups", "No dead letters at mom, app."),
+        ("dead groups --reason failed", "No matching dead letters at mom, app."),
+        ("dead audit", "No decisions at mom, app."),
+        ("dialog list", "No conversations at mom, app."),
+        ("dialog list --state error", "No matching conversations at mom, app."),
+        ("outbox list", "No messages in the outbox at mom, app."),
+        ("outbox list --sources", "No messages in the outbox at app."),
+        ("outbox list --key A-1", "No matching messages in the outbox at mom, app."),
+        ("inbox status", "No subscriptions at mom, app."),
+        ("endpoint list", "No endpoints in saf.toml or at mom."),
+        ("fleet list", "No known members of fleets."),
     ],
 )
-def test_an_empty_list_says_so_in_one_way(tmp_path: Path, app: Dsn, mom: Dsn, command: str) -> None:
+def test_an_empty_list_says_where_it_looked(
+    tmp_path: Path, app: Dsn, mom: Dsn, command: str, nothing: str
+) -> None:
     config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom})
     config.write_text(config.read_text().replace('default_destination = "mom"', ""))
     done = saf(*command.split(), "--config", config)
-    assert (done.returncode, done.stdout) == (0, "nothing found\n")
+    assert (done.returncode, done.stdout) == (0, f"{nothing}\n")
+
+
+def test_a_list_of_brokers_that_do_not_answer_says_nothing_of_what_they_have(
+    tmp_path: Path, app: Dsn
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"gone": NOWHERE}, {"mom": NOWHERE})
+    done = saf("dead", "list", "--config", config)
+    assert (done.returncode, done.stdout) == (75, "")
+    config = configuration(tmp_path / "half.toml", {"app": app}, {"mom": NOWHERE})
+    done = saf("dead", "list", "--config", config)
+    assert (done.returncode, done.stdout) == (75, "No dead letters at app.\n")
+    assert "saf: broker 'mom': " in done.stderr

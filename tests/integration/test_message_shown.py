@@ -61,7 +61,7 @@ def test_a_message_is_followed_from_its_outbox_to_its_subscription(
 def test_a_message_that_nobody_knows_is_said_to_be_unknown(config: Path) -> None:
     done = saf("message", "00000000-0000-0000-0000-000000000007", "--config", config)
     assert done.returncode == 2
-    assert "no broker knows a message 00000000" in done.stderr
+    assert "no broker has message 00000000" in done.stderr
 
 
 def test_a_dead_letter_and_what_was_decided_about_it_are_told(
@@ -74,11 +74,11 @@ def test_a_dead_letter_and_what_was_decided_about_it_are_told(
     (aside,) = asked(config, message_id)["shop"]["set_aside"]
     assert (aside["state"], aside["reason"], aside["destination"]) == ("dead", "rejected", "mom")
     counted = saf("dead", "list", "--count", "--json", "--config", config)
-    assert json.loads(counted.stdout)["dead_letters"] == {"shop": 1}
+    assert json.loads(counted.stdout)["dead_letters"] == {"mom": 0, "shop": 1}
     refused = saf("dead", "redirect", "--all", "--to", "mum", "--config", config)
     assert "did you mean 'mom'" in refused.stderr
     done = saf("dead", "redirect", "--all", "--to", "mom", "--why", "mended", "--config", config)
-    assert done.stdout == "shop: 1 message\n"
+    assert done.stdout == "shop: 1 dead letter redirected to mom (k)\n"
     there = asked(config, message_id)["shop"]
     assert [one["state"] for one in there["set_aside"]] == ["parked"]
     assert [(one["action"], one["why"]) for one in there["decided"]] == [
@@ -108,7 +108,7 @@ def test_attempts_at_what_is_parked_are_told_where_it_is_sent_and_where_it_is_re
     (aside,) = asked(config, message_id)["mom"]["set_aside"]
     assert (aside["state"], aside["lane"], aside["subscription"]) == (
         "parked",
-        "key 'k'",
+        "handler for key 'k'",
         "billing",
     )
     assert aside["attempts"] >= 1
@@ -135,5 +135,5 @@ def test_attempts_in_vain_at_an_endpoint_are_told_one_by_one(
         (None, "it timed out"),
     ]
     shown = " ".join(saf("message", message_id, "--config", config).stdout.split())
-    assert "tried for 1.5 s: answer 503 billing" in shown
-    assert "tried for 1.5 s: no answer billing" in shown
+    assert "attempt of 1.5 s: answer 503 billing" in shown
+    assert "attempt of 1.5 s: no answer billing" in shown

@@ -53,7 +53,7 @@ def test_each_message_is_listed_in_its_state_in_the_order_of_transactions(config
     states = ["parked", "dead", "forwarded", "pending", "pending"]
     assert [row["state"] for row in rows] == states
     assert [row["id"] for row in rows] == sorted(row["id"] for row in rows)
-    assert (rows[0]["destination"], "knows no service" in rows[0]["error"]) == ("mom", True)
+    assert (rows[0]["destination"], "has no service" in rows[0]["error"]) == ("mom", True)
     assert rows[1]["error"] == "rejected: it is blue"
     for state in set(states):
         assert {row["state"] for row in listed(config, "--state", state)} == {state}
@@ -81,7 +81,8 @@ def test_pages_follow_each_other_without_a_gap_or_a_repeat(
     after: str | None = None
     for _ in range(40):
         more = [] if after is None else ["--after", after]
-        done = saf("outbox", "list", "--json", "--limit", "3", *options, *more, "--config", config)
+        shop = ("--broker", "shop", "--config", config)
+        done = saf("outbox", "list", "--json", "--limit", "3", *options, *more, *shop)
         answer = json.loads(done.stdout)
         pages += [row["message_id"] for row in answer["messages"]]
         after = answer["next"]["shop"]
@@ -166,12 +167,13 @@ def test_one_message_is_shown_by_its_id_or_message_id_with_why_it_waits(config: 
     rows = {row["state"]: row for row in listed(config)}
     for state, row in rows.items():
         for which in (str(row["id"]), row["message_id"]):
-            done = saf("outbox", "show", which, "--json", "--config", config)
+            done = saf("outbox", "show", which, "--json", "--broker", "shop", "--config", config)
             (shown,) = json.loads(done.stdout)["messages"]
             assert (shown["state"], shown["message_id"]) == (state, row["message_id"])
     done = saf("outbox", "show", rows["dead"]["message_id"], "--key", "k", "--config", config)
     assert "it is blue" in done.stdout
-    done = saf("outbox", "show", str(rows["parked"]["id"]), "--body", "--config", config)
+    shop = ("--broker", "shop", "--config", config)
+    done = saf("outbox", "show", str(rows["parked"]["id"]), "--body", *shop)
     assert done.stdout == "parked"
     done = saf("outbox", "show", str(uuid4()), "--config", config)
     assert done.returncode == 2

@@ -87,7 +87,8 @@ def test_the_doctor_calls_a_refused_login_an_error_and_not_a_database_that_is_aw
     configuration(tmp_path / "saf.toml", {"shop": mom}, {"mom": wrong})
     done = saf("doctor", cwd=tmp_path)
     assert done.returncode == FOUND, done.stdout
-    assert "error: destination 'mom': login: " in done.stdout
+    assert "error: destination 'mom': " in done.stdout
+    assert " [login]\n" in done.stdout
 
 
 def test_a_server_that_is_not_there_is_to_be_tried_again(tmp_path: Path, mom: Dsn) -> None:

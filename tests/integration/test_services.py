@@ -64,7 +64,7 @@ def test_a_message_for_an_unknown_service_waits_at_its_source_until_it_is_create
         forward(app, mom=mom)
         assert bodies(mom) == []
         ((error,),) = connection.execute("SELECT error FROM saf.backoff").fetchall()
-        assert "knows no service 'billing'" in error
+        assert "has no service 'billing'" in error
         services.create_service(store, "billing")
     let_time_pass(app)
     forward(app, mom=mom)
@@ -121,8 +121,28 @@ def test_a_reader_with_messages_left_is_removed_only_if_that_is_said(mom: Dsn) -
         services.remove_service(connection, "billing", discard=True)
         assert services.services(connection) == []
         assert services.subscriptions(connection) == []
-        with pytest.raises(ConfigurationError, match="no service 'billing' here, only none"):
+        with pytest.raises(ConfigurationError, match="no service 'billing' here: create it"):
             services.remove_service(connection, "billing")
+
+
+def test_messages_that_are_left_are_discarded_only_after_a_yes(config: Path, mom: Dsn) -> None:
+    with connect(mom) as connection:
+        services.create_service(connection, "billing")
+        connection.execute(
+            "INSERT INTO saf.dead_letter "
+            "(subscription_id, destination, shard, id, reason, error, to_service, body) "
+            "SELECT subscription_id, '', 0, n, 'failed', 'no', 'billing', '' "
+            "FROM saf.subscription, generate_series(1, 2) AS n WHERE name = 'billing'"
+        )
+        remove = ("service", "remove", "billing", "--discard", "--config", config)
+        done = run_saf(*remove)
+        assert done.returncode == 2
+        asked = "Remove service 'billing' at mom, and discard the messages that are left?"
+        assert done.stderr == f"saf: nothing is done yet: {asked} Add --yes to confirm\n"
+        assert services.services(connection)
+        done = run_saf(*remove, "--yes")
+        assert done.returncode == 0
+        assert done.stdout.startswith("mom: service billing removed; 2 messages discarded (")
 
 
 def test_the_commands_create_list_and_remove(config: Path) -> None:
@@ -152,7 +172,7 @@ def test_the_commands_create_list_and_remove(config: Path) -> None:
     run("subscription", "remove", "archive")
     assert run("service", "remove", "billing", "--broker", "mom") == (
         "mom: service billing removed\n"
-        "mom: it has no service left, and stores messages for any again\n"
+        "mom: no service is left, so it stores messages for any service again\n"
     )
     assert last_json(run("service", "list", "--json"))["services"] == []
 

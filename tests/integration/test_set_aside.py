@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
 from saf.database import Dsn, fetch
+from saf.setaside.waiting import Lanes, parked
 from tests.pipeline import Cycle, bodies, connect, forwarding_rules, send
 from tests.programs import BIN, configuration, environment, saf
+from tests.terminals import on_a_terminal
 from tests.waits import until, waiters
 
 NOWHERE = Dsn("host=/nonexistent dbname=other")
@@ -64,12 +69,13 @@ def test_status_says_what_is_parked_why_and_when_it_is_tried_next(config: Path) 
 def test_parked_lists_the_lanes_and_retry_now_makes_them_due(config: Path) -> None:
     (lane,) = answer("parked", "list", config=config)["parked"]
     assert not lane["due"]
-    assert answer("parked", "retry-now", config=config)["lanes"] == {"shop": 1}
+    assert answer("parked", "retry-now", config=config)["lanes"] == {"mom": 0, "shop": 1}
     (lane,) = answer("parked", "list", config=config)["parked"]
     assert lane["due"]
     assert " now " in saf("parked", "list", "--config", config).stdout
     done = saf("parked", "retry-now", "--destination", "mom", "--config", config)
-    assert done.stdout == "shop: 0 lanes to be tried by the next run\n"
+    nothing = "No matching parked messages at mom, shop. Nothing is retried.\n"
+    assert done.stdout == nothing
 
 
 OF_A_KEY = """
@@ -91,15 +97,15 @@ def test_every_lane_is_listed_also_a_receivers_behind_those_of_the_forwarder(
         connection.execute(OF_A_KEY)
     few = answer("parked", "list", "--limit", "1", config=config)
     assert [lane["destination"] for lane in few["parked"]] == ["other"]
-    assert few["lanes"] == {"shop": 3}
+    assert few["lanes"] == {"mom": 0, "shop": 3}
     mine = answer("parked", "list", "--subscription", "reader", "--limit", "2", config=config)
-    assert mine["lanes"] == {"shop": 2}
+    assert mine["lanes"] == {"mom": 0, "shop": 2}
     key, later = sorted(mine["parked"], key=lambda lane: str(lane["kind"]))
     assert (key["kind"], key["subject"], key["messages"]) == ("key", "A-1", 1)
     assert (later["kind"], later["subject"], later["messages"]) == ("later", "A-1", 1)
     assert "nothing in saf.backoff says" in later["error"], "nobody would try it"
     said = saf("parked", "list", "--subscription", "reader", "--config", config).stdout
-    assert "shop 1 key 'A-1' reader 0 now it fails" in " ".join(said.split())
+    assert "shop 1 handler for key 'A-1' reader 0 now it fails" in " ".join(said.split())
 
 
 @pytest.mark.usefixtures("aside")
@@ -110,15 +116,16 @@ def test_dead_letters_are_listed_shown_retried_and_discarded(
     assert (first["reason"], first["service"], first["key"]) == ("rejected", "billing", "[/]")
     assert "polite" in first["error"]
     assert "[/]" in saf("dead", "list", "--reason", "rejected", "--config", config).stdout
-    assert saf("dead", "show", str(first["dead_letter_id"]), "--config", config).stdout == "x"
+    number = str(first["dead_letter_id"])
+    shop = ("--broker", "shop", "--config", config)
+    assert saf("dead", "show", number, *shop).stdout == "x"
 
     dry = answer("dead", "retry", "--all", "--dry-run", config=config)["dead_letters"]
     assert dry == [first, second]
-    number = str(first["dead_letter_id"])
-    done = saf("dead", "discard", number, "--why", "a test", "--config", config)
-    assert done.stdout == "shop: 1 message\n"
+    done = saf("dead", "discard", number, "--why", "a test", "--yes", *shop)
+    assert done.stdout == "shop: 1 dead letter discarded ([/])\n"
     retried = answer("dead", "retry", "--service", "billing", config=config)["message_ids"]
-    assert retried == {"shop": [second["message_id"]]}
+    assert retried == {"mom": [], "shop": [second["message_id"]]}
     assert answer("dead", "list", config=config)["dead_letters"] == []
     with connect(mom) as store:
         store.execute("ALTER TABLE saf.inbox DROP CONSTRAINT polite")
@@ -146,7 +153,7 @@ def test_what_a_number_names_is_decided_about_in_one_broker_only(
 ) -> None:
     config = configuration(tmp_path / "saf.toml", {"shop": app, "till": other}, {"mom": mom})
     done = saf(*arguments, "--config", config)
-    said = "saf: numbers are different at each broker: add --broker NAME\n"
+    said = "saf: numbers are different at each broker: add --broker with one of mom, shop, till\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
     assert answer("dead", "list", "--count", config=config)["dead_letters"]["shop"] == 2
 
@@ -173,7 +180,7 @@ def test_a_decision_that_is_interrupted_ends_with_its_step_and_says_what_is_done
                 "(SELECT min(dead_letter_id) + 1000 FROM saf.dead_letter) FOR UPDATE"
             )
             process = subprocess.Popen(
-                [BIN / "saf", "dead", "discard", "--all", "--config", config],
+                [BIN / "saf", "dead", "discard", "--all", "--yes", "--config", config],
                 env=environment(),
                 text=True,
                 stdout=subprocess.PIPE,
@@ -186,9 +193,13 @@ def test_a_decision_that_is_interrupted_ends_with_its_step_and_says_what_is_done
         out, err = process.communicate(timeout=60)
         ((left,),) = fetch(connection, "SELECT count(*) FROM saf.dead_letter")
     assert (process.returncode, left) == (130, 500)
-    assert out == (
-        "shop: 2,000 messages\n  500 stay: the decision was stopped before it: decide again\n"
+    ids = re.fullmatch(
+        r"shop: 2,000 dead letters discarded \((.*), …\)\n"
+        r"  500 stay: the decision was stopped: decide again\n",
+        out,
     )
+    assert ids, out
+    assert len({UUID(message_id) for message_id in ids[1].split(", ")}) == 3, "they have no keys"
     assert err == "saf: interrupted: changes not shown as done were not made\n"
 
 
@@ -197,8 +208,11 @@ def test_a_decision_that_is_interrupted_ends_with_its_step_and_says_what_is_done
     [
         (["dead", "discard"], "Give numbers, a filter, or --all"),
         (["dead", "list", "--reason", "boredom"], "the reasons are rejected, expired"),
-        (["dead", "show", "7"], "no dead letter 7"),
-        (["parked", "list", "--broker", "shp"], "no [brokers.shp] in saf.toml, only shop"),
+        (["dead", "show", "7", "--broker", "shop"], "no dead letter 7"),
+        (
+            ["parked", "list", "--broker", "shp"],
+            "no [brokers.shp] in saf.toml (did you mean 'shop'?), only mom, shop",
+        ),
     ],
 )
 def test_what_was_meant_is_asked_in_one_sentence(
@@ -240,16 +254,156 @@ def test_parked_messages_are_listed_counted_discarded_and_redirected(
         ("ship", "k", True)
     ] * 3
     first = str(listed[0]["parked_id"])
-    dry = answer("parked", "discard", first, "--dry-run", config=config)
+    shop = ("--broker", "shop")
+    dry = answer("parked", "discard", first, "--dry-run", *shop, config=config)
     assert dry["parked"] == {"shop": {"messages": 1, "stay": 0, "why": {}}}
-    done = saf("parked", "discard", first, "--why", "a test", "--config", config)
-    assert done.stdout == "shop: 1 message\n"
+    chosen = ("parked", "discard", first, "--why", "a test", *shop, "--config", config)
+    done = saf(*chosen)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "Add --yes to confirm, or --dry-run to show the matches" in done.stderr
+    done = saf(*chosen, "--yes")
+    assert done.stdout == "shop: 1 parked message discarded (k)\n"
     done = saf("parked", "redirect", "--all", "--to", "mum", "--config", config)
     assert (done.returncode, "did you mean" in done.stderr) == (2, True)
     done = saf("parked", "redirect", "--to", "mom", "--config", config)
     assert (done.returncode, "or --all" in done.stderr) == (2, True)
     ids = answer("parked", "redirect", "--all", "--to", "mom", config=config)["message_ids"]
-    assert ids == {"shop": [one["message_id"] for one in listed[1:]]}
+    assert ids == {"mom": [], "shop": [one["message_id"] for one in listed[1:]]}
     with Cycle(app, forwarding_rules(mom=mom, other=NOWHERE)) as cycle:
         cycle.run()
     assert bodies(mom) == ["y", "y", "y"]
+
+
+@pytest.mark.usefixtures("aside")
+def test_lists_and_decisions_concern_the_sources_and_the_stores(config: Path, mom: Dsn) -> None:
+    with connect(mom) as store:
+        store.execute("INSERT INTO saf.subscription (name, log) VALUES ('billing', 'inbox')")
+        store.execute(
+            "INSERT INTO saf.dead_letter "
+            "(subscription_id, destination, shard, id, reason, error, to_service, key, body) "
+            "SELECT subscription_id, '', 0, n, 'failed', 'no amount', 'billing', 'A-' || n, '' "
+            "FROM saf.subscription, generate_series(1, 5) AS n WHERE name = 'billing'"
+        )
+    listed = answer("dead", "list", config=config)["dead_letters"]
+    assert [one["broker"] for one in listed] == ["mom"] * 5 + ["shop"] * 2
+    counts = saf("dead", "list", "--count", "--config", config).stdout
+    assert counts == "mom: 5 dead letters\nshop: 2 dead letters\n"
+    only = answer("dead", "list", "--broker", "shop", config=config)["dead_letters"]
+    assert {one["broker"] for one in only} == {"shop"}
+    none = saf("dead", "list", "--reason", "failed", "--broker", "shop", "--config", config)
+    assert none.stdout == "No matching dead letters at shop.\n"
+    done = saf("dead", "discard", "--reason", "failed", "--yes", "--config", config)
+    assert done.stdout == "mom: 5 dead letters discarded (A-1, A-2, A-3, …)\n"
+    done = saf("dead", "discard", "--reason", "failed", "--yes", "--config", config)
+    assert done.stdout == "No matching dead letters at mom, shop. Nothing is discarded.\n"
+    done = saf("dead", "redirect", "--all", "--to", "mom", "--config", config)
+    assert done.stdout == "shop: 2 dead letters redirected to mom ([/])\n"
+
+
+@pytest.mark.usefixtures("aside")
+def test_discarding_asks_on_a_terminal_with_the_number_and_the_keys(config: Path) -> None:
+    command = ("dead", "discard", "--all", "--config", str(config))
+    said = on_a_terminal(*command, answer="n\n", columns=200)
+    assert "Discard 2 dead letters at shop ([/])? [y/N]: " in said
+    assert said.endswith("nothing is done")
+    assert answer("dead", "list", "--count", config=config)["dead_letters"]["shop"] == 2
+    said = on_a_terminal(*command, answer="y\n", columns=200)
+    assert said.endswith("shop: 2 dead letters discarded ([/])")
+    assert answer("dead", "list", "--count", config=config)["dead_letters"]["shop"] == 0
+    said = on_a_terminal(*command, answer="y\n", columns=200)
+    assert "Discard" not in said, "there is nothing to ask about"
+
+
+@pytest.mark.usefixtures("aside")
+@pytest.mark.parametrize("what", ["dead", "parked"])
+def test_discarding_without_a_terminal_needs_yes_and_says_so(config: Path, what: str) -> None:
+    before = answer("status", config=config)
+    for json_ in ([], ["--json"]):
+        done = saf(what, "discard", "--all", *json_, "--config", config)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "Add --yes to confirm, or --dry-run to show the matches" in done.stderr
+    after = answer("status", config=config)
+    counts = [
+        (one["parked"], one["dead_letters"]) for one in (*before["brokers"], *after["brokers"])
+    ]
+    assert counts == [(3, 2)] * 2
+    assert saf(what, "discard", "--all", "--dry-run", "--config", config).returncode == 0
+
+
+def test_only_what_was_counted_is_discarded(config: Path, app: Dsn) -> None:
+    """Messages that become dead letters while the question is open stay."""
+    with connect(app) as connection:
+        connection.execute(MANY, [2])
+        terminal, theirs = os.openpty()
+        process = subprocess.Popen(
+            [BIN / "saf", "dead", "discard", "--all", "--config", config],
+            env=environment(),
+            stdin=theirs,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stderr is not None
+        asked = b""
+        while b"[y/N]" not in asked:
+            asked += os.read(process.stderr.fileno(), 1000)
+        assert b"Discard 2 dead letters at shop (" in asked
+        connection.execute(MANY.replace("generate_series(1, %s)", "generate_series(8, %s)"), [9])
+        os.write(terminal, b"y\n")
+        out, _ = process.communicate(timeout=60)
+        os.close(theirs)
+        os.close(terminal)
+        assert out.strip().startswith(b"shop: 2 dead letters discarded (")
+        assert fetch(connection, "SELECT id FROM saf.dead_letter ORDER BY id") == [(8,), (9,)]
+
+
+WAITING = """
+INSERT INTO saf.subscription (name, log) VALUES ('reader', 'inbox');
+INSERT INTO saf.backoff (subscription_id, destination, kind, subject, shard, error)
+SELECT subscription_id, destination, kind, subject, CASE WHEN name = 'reader' THEN 7 END, 'why'
+FROM (VALUES ('forwarder', 'mom', 'main', ''), ('forwarder', 'mom', 'service', 'biling'),
+             ('forwarder', '', 'route', 'ship'), ('forwarder', 'mom', 'found_route', 'ship'),
+             ('forwarder', 'mom', 'retry', ''), ('forwarder', '', 'retry', ''),
+             ('forwarder', 'mom', 'found_replay', ''), ('forwarder', 'mom', 'doubt', ''),
+             ('reader', '', 'key', 'A-1'), ('reader', '', 'later', '7'))
+     AS w (name, destination, kind, subject)
+JOIN saf.subscription s USING (name) WHERE s.log = CASE name WHEN 'reader' THEN 'inbox'
+                                                            ELSE 'outbox' END
+"""
+
+
+@pytest.mark.parametrize(
+    ("waits_for", "texts"),
+    [
+        ("destination", ["destination 'mom'", "destination 'mom' (retry)"]),
+        ("route", ["route (retry)", "route for service 'ship'"]),
+        (
+            "found-route",
+            ["found-route for service 'ship' to 'mom'", "found-route to 'mom' (replay)"],
+        ),
+        ("service", ["service 'biling' at 'mom'"]),
+        ("outcome", ["outcome at 'mom'"]),
+        ("handler", ["handler for key 'A-1'"]),
+        ("time", ["time for shard '7'"]),
+        ("conversation", []),
+    ],
+)
+def test_parked_messages_are_listed_by_what_they_wait_for(
+    config: Path, app: Dsn, waits_for: str, texts: list[str]
+) -> None:
+    with connect(app) as connection:
+        connection.execute(WAITING)
+        found = parked(connection, lanes=Lanes(waits_for=waits_for)).shown
+    assert sorted(str(lane.own) for lane in found) == texts
+    assert {lane.waits_for for lane in found} <= {waits_for}
+    rows = answer("parked", "list", "--waits-for", waits_for, config=config)["parked"]
+    assert [row["waits_for"] for row in rows] == [waits_for] * len(texts)
+    said = " ".join(saf("parked", "list", "--config", config).stdout.split())
+    assert all(f" {text} " in said for text in texts)
+    due = answer("parked", "retry-now", "--waits-for", waits_for, config=config)["lanes"]
+    assert due["shop"] == (0 if waits_for == "time" else len(texts))
+
+
+def test_what_parked_messages_cannot_wait_for_is_refused_with_the_words(config: Path) -> None:
+    done = saf("parked", "list", "--waits-for", "godot", "--config", config)
+    assert done.returncode == 2
+    assert "'handler'" in done.stderr

@@ -63,7 +63,7 @@ def test_the_plan_is_applied_exported_and_applied_again(app: Dsn, mom: Dsn, tmp_
     configuration(tmp_path / "saf.toml", {"shop": app}, {"mom": mom})
     (tmp_path / "plan.toml").write_text(block("plan"))
     said = shell(block("apply"), tmp_path)
-    assert said.count("nothing to do: the brokers are as the plan says") == 2
+    assert said.count("nothing to do: the brokers match the plan") == 2
 
 
 def test_a_file_of_secrets_that_a_shell_and_systemd_read_alike() -> None:

@@ -20,7 +20,7 @@ from tests.programs import configuration, environment
         ("2>&-", (0, "")),
         (">&-", (0, "")),
         ("<&- >&- 2>&-", (0, "")),
-        ("> /dev/full", (1, "its output cannot be written: No space left on device")),
+        ("> /dev/full", (1, "the output cannot be written: No space left on device")),
     ],
 )
 def test_a_run_forwards_whatever_its_standard_streams_are(

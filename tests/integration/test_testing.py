@@ -415,7 +415,7 @@ def test_handled_are_only_those_that_were(billing: Database) -> None:
     ("trouble", "said"),
     [
         ("INSERT INTO saf.route (service, destination) VALUES ('billing', 'erp')", "no route"),
-        ("UPDATE saf.outbox SET to_service = 'unheard'", "knows no service 'unheard'"),
+        ("UPDATE saf.outbox SET to_service = 'unheard'", "has no service 'unheard'"),
         ("UPDATE saf.outbox SET message_type = 'unheard'", "no handler for message type 'unheard'"),
         ("ALTER TABLE saf.inbox ADD CHECK (body <> 'x')", r"rejects .*dead letter \(rejected\)"),
     ],

@@ -142,7 +142,7 @@ def test_a_refused_expression_of_a_source_parks_its_messages_and_holds_up_nobody
         source.execute(SEND, ["billing", "k", b"of app"])
         said = forward(config)
         assert sorted(bodies(mom)) == ["of app", "of the other"]
-        assert expression in waits(said)["no route, route 'departures'"]
+        assert expression in waits(said)["route for service 'departures'"]
         assert "swordfish" not in json.dumps(said)
 
         remove_router(source, "departures")
@@ -185,7 +185,7 @@ def test_an_expression_that_spark_dies_of_parks_its_messages_and_holds_up_nobody
         source.execute(SEND, ["billing", "k", b"of app"])
         said = forward(config)
         assert sorted(bodies(mom)) == ["of app", "of the other"]
-        assert "StackOverflowError" in waits(said)["no route, route 'departures'"]
+        assert "StackOverflowError" in waits(said)["route for service 'departures'"]
 
         add_router(source, "departures", "sql", "'billing'")
         let_time_pass(app)

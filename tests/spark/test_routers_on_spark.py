@@ -180,8 +180,10 @@ def test_an_expression_that_spark_does_not_understand_makes_its_messages_wait(
     said = forward(config)
     assert numbers(stores["ewr"]) == [0]
     waits = {lane["lane"]: lane["error"] for lane in said["waiting"]}
-    assert "get_json_objekt" in waits["no route, route 'departures'"]
-    assert "WindowExpression, which does not look at one row" in waits["no route, route 'windows'"]
+    assert "get_json_objekt" in waits["route for service 'departures'"]
+    assert (
+        "WindowExpression, which does not look at one row" in waits["route for service 'windows'"]
+    )
 
     add_router(source, "departures", "sql", "json:origin")
     add_router(source, "windows", "sql", "'JFK'")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from saf.cli.forward import show
 from saf.forwarding.summary import Summary
 
 DONE, OTHER, USAGE, TRY_AGAIN = 0, 1, 2, 75
@@ -62,3 +63,28 @@ def test_a_sum_has_every_count_of_its_cycles() -> None:
     assert whole.by_destination == {"mom": 6}
     assert whole.by_broker == {"shop": 6}
     assert whole.by_service == {"mom": {"billing": 8}}
+
+
+AWAY = [{"broker": "app", "kind": "Unavailable", "error": "broker 'app' is unavailable"}]
+
+
+@pytest.mark.parametrize(
+    ("summary", "out"),
+    [
+        (Summary(problems=AWAY), ""),
+        (Summary(down=["mom"]), ""),
+        (Summary(down=["mom"], parked=2), "2 parked"),
+        (Summary(problems=AWAY, stopped=True), "stopped on request"),
+        (Summary(problems=AWAY, forwarded=1), "forwarded 1 message in 0.0 s"),
+        (Summary(), "forwarded 0 messages in 0.0 s"),
+        (Summary(dead=1), "forwarded 0 messages in 0.0 s, 1 dead (see `saf dead list`)"),
+        (Summary(idle=True), "nothing to do: other forwarders hold all shards"),
+    ],
+)
+def test_a_run_that_failed_does_not_begin_with_what_it_forwarded(
+    summary: Summary, out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show(summary, as_json=False)
+    said = capsys.readouterr()
+    assert said.out == (f"{out}\n" if out else "")
+    assert ("broker 'app' is unavailable" in said.err) == bool(summary.problems)

@@ -176,7 +176,8 @@ class PostgresInbox:
         if brokers:
             return of_brokers(f"destination {self.name!r}", str(self.identity()), brokers, rows)
         if unknown:
-            return of_services(f"destination {self.name!r}", unknown, rows)
+            where = f"destination {self.name!r}"
+            return of_services(where, unknown, rows, known=services, broker=self.name)
         dropped = chunk.rows.num_rows - rows.num_rows
         return Stored(messages=rows.num_rows, dropped=dropped, marks=moved)
 

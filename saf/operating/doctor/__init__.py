@@ -321,7 +321,7 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
             check=name,
             where=where,
             severity="error",
-            what="; ".join([f"could not look: {error.diag.message_primary}", *_holders(patient)]),
+            what="; ".join([f"could not check: {error.diag.message_primary}", *_holders(patient)]),
             cure="end the transaction that the check locks names; then run the doctor again",
         )
     except psycopg.errors.InsufficientPrivilege as error:
@@ -329,7 +329,7 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
             check=name,
             where=where,
             severity="warning",
-            what=f"could not look: {error.diag.message_primary}",
+            what=f"could not check: {error.diag.message_primary}",
             cure="run the doctor as an operator: as the owner, saf grant --role operator …",
         )
     except LOST:
@@ -340,7 +340,7 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
             check=name,
             where=where,
             severity="error",
-            what=f"could not look: {error.diag.message_primary or error}",
+            what=f"could not check: {error.diag.message_primary or error}",
             cure=RESTORE if incomplete else "fix the cause; then run the doctor again",
         )
     else:

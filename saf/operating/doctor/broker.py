@@ -25,8 +25,9 @@ from psycopg.rows import class_row
 
 from saf.broker import grants, whole
 from saf.broker.grants import RIGHTS, Kind
+from saf.broker.services import service_names
 from saf.config import Settings, did_you_mean
-from saf.database import check_schema, fetch, of_broker
+from saf.database import check_schema, of_broker
 from saf.destinations.marks import shards_of
 from saf.dialogs.statements import Code
 from saf.errors import REFILL, RowsGone, SafError, SchemaError, in_words
@@ -35,9 +36,10 @@ from saf.log.read import left
 from saf.operating.doctor.patient import Check, Found, Patient, Severity
 from saf.operating.repair.set_back import IDENTITY, SetBack, remembered
 from saf.operating.repair.set_back import set_back as who_was
-from saf.operating.wording import counted
+from saf.operating.wording import age, at, counted
 from saf.setaside import lane
 from saf.setaside.backoff import SHOWN
+from saf.setaside.dead import BECAUSE
 from saf.setaside.failure_groups import FailureGroup, failure_groups
 from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE
 from saf.setaside.parking import Backoff
@@ -201,7 +203,7 @@ def set_back_by(config: Settings) -> Check:
                 )
             if found.behind:
                 since = found.since and f"since a batch of {found.since.isoformat()}"
-                example = f", such as: {found.lower}" if found.lower else ""
+                example = f", for example: {found.lower}" if found.lower else ""
                 yield (
                     "error",
                     f"destination {name!r} has lost messages that it acknowledged of "
@@ -293,13 +295,13 @@ HAVING min(lying.written) < now() - make_interval(secs => %(seconds)s)
 
 def outbox_left_lying(patient: Patient) -> Found:
     """Report subscriptions of the outbox that do not read its messages."""
-    start = "run `saf forward`: look at cron, the DAG"
+    start = "run `saf forward`: check its schedule, e.g. cron or the DAG"
     return _left_lying(patient, "outbox", "created_at", start, ("status",))
 
 
 def inbox_left_lying(patient: Patient) -> Found:
     """Report subscriptions of the inbox that do not read its messages."""
-    start = "start its consumer"
+    start = "start its worker"
     return _left_lying(patient, "inbox", "received_at", start, ("inbox", "status"))
 
 
@@ -312,37 +314,38 @@ def _left_lying(
         name=sql.Literal(log),
     )
     stuck = patient.limits.stuck_seconds
-    for name, count, age, others, live, stream, opened in patient.ask(query, seconds=stuck):
+    for name, count, seconds, others, live, stream, opened in patient.ask(query, seconds=stuck):
+        reader = "the outbox" if log == "outbox" else repr(name)
         if stream:
-            if count and age >= stuck:
-                yield _abandoned(patient, name, log, count, age, opened=opened)
-        elif count and age >= stuck:
+            if count and seconds >= stuck:
+                yield _abandoned(patient, name, log, count, seconds, opened=opened)
+        elif count and seconds >= stuck:
+            left = f"{counted(count, 'message')}, oldest {age(seconds)}"
             yield (
                 "warning" if live else "error",
-                f"subscription {name!r} of the {log} has {counted(count, 'message')} to read, the "
-                f"oldest for {age:.0f} s, and {'is slow or stuck' if live else 'no live member'}; "
-                "the slots that they are in cannot be purged",
-                f"look at its log and at `{patient.command(*shown_by)}`" if live else start,
+                f"the reader of {reader} is slow or stuck: {left}"
+                if live
+                else f"nobody reads {reader}: {left}",
+                f"read its log, and `{patient.command(*shown_by)}`" if live else start,
             )
         elif others:
             yield (
                 "warning",
-                f"subscription {name!r} of the {log} has nothing to read that is old, but has not "
-                f"passed by {counted(others, 'message')} of other services, whose slots cannot be "
-                "purged",
+                f"the reader of {reader} has not passed {counted(others, 'message')} of other "
+                "services, so their slots cannot be purged; none of its own messages is old",
                 start,
             )
 
 
 def _abandoned(
-    patient: Patient, name: str, log: str, count: int, age: float, *, opened: str | None
+    patient: Patient, name: str, log: str, count: int, seconds: float, *, opened: str | None
 ) -> tuple[Severity, str, str]:
     last = f"has taken none since {opened}" if opened else "has never taken any"
     return (
         "error",
-        f"the stream {name!r} of the {log} has not committed {counted(count, 'message')}, the "
-        f"oldest for {age:.0f} s, and {last}; the slots that they are in cannot be purged",
-        "start its query, or look at its log; if it is no longer needed, "
+        f"the stream {name!r} of the {log} has not committed {counted(count, 'message')}, oldest "
+        f"{age(seconds)}, and {last}; their slots cannot be purged",
+        "start its query, or read its log; if it is no longer needed, "
         + patient.command("subscription", "drop", name, "--stream", log),
     )
 
@@ -381,22 +384,23 @@ def parked_by(config: Settings) -> Check:
             found = cursor.execute(LANES, params).fetchall()
         for row in found:
             next_step = (
-                "is not tried again until an operator retries it"
+                "not tried again until an operator retries them"
                 if row.braked
-                else f"is tried again at {row.next_attempt_at.isoformat()}"
+                else f"next attempt {at(row.next_attempt_at)}"
             )
+            waiting = f"{counted(row.messages, 'message')} wait{'s' * (row.messages == 1)} for"
             yield (
                 "error",
-                f"the lane of {row.own} has failed {counted(row.attempts, 'time')}, has "
-                f"{counted(row.messages, 'message')} parked in it, and {next_step}: {row.error}",
+                f"{waiting} {row.own}, {counted(row.attempts, 'failed attempt')}, {next_step}: "
+                f"{row.error}",
                 _what_helps(patient, config, row),
             )
         if found and (more := found[0].lanes - len(found)):
             yield (
                 "error",
-                f"{more} more lanes need an operator, or have failed "
+                f"{counted(more, 'more lane')} need an operator, or failed "
                 f"{patient.limits.many_attempts} times or more",
-                f"{patient.command('parked', 'groups')} shows them by the causes of their failure",
+                f"list them by their causes: {patient.command('parked', 'groups')}",
             )
 
     return parked
@@ -404,13 +408,16 @@ def parked_by(config: Settings) -> Check:
 
 def _what_helps(patient: Patient, config: Settings, row: Failing) -> str:
     """Return an operator's next step for a lane: a command, if one helps."""
-    lane_of = ("--destination", row.destination, "--kind", row.kind, "--subject", row.subject)
+    lane_of = (
+        *("--destination", row.destination),
+        *("--waits-for", row.waits_for, "--subject", row.subject),
+    )
     if row.kind in (lane.Kind.SERVICE, lane.Kind.FOUND_ROUTE) and row.needs_operator:
         create = shlex.join(("saf", "service", "create", row.subject, "--broker", row.destination))
         hint = did_you_mean(row.subject, _living(config, row.destination))
         return (
-            f"{create}; or, if the sender has misspelt it{hint}, correct the sender, and discard "
-            "the waiting messages: "
+            f"{create}; or, if the sender misspelt it{hint}, correct the sender, and discard the "
+            "waiting messages: "
             f"{patient.command('parked', 'discard', *lane_of, '--why', 'misspelt')}"
         )
     if row.unrouted and row.broker is None:
@@ -429,7 +436,7 @@ def _living(config: Settings, destination: str) -> list[str]:
         return []
     try:
         with dsn.connect(role="doctor", autocommit=True) as connection:
-            return [name for (name,) in fetch(connection, "SELECT name FROM saf.service")]
+            return service_names(connection)
     except (psycopg.Error, SafError):
         return []  # the destination's own examination reports this
 
@@ -449,8 +456,8 @@ def unheard(patient: Patient) -> Found:
     for (name,) in patient.ask(UNHEARD):
         yield (
             "warning",
-            f"service {name!r} has no subscription: its messages are stored, nobody receives them, "
-            "and a purge takes them with the others",
+            f"service {name!r} has no subscription: its messages are stored, but nobody receives "
+            "them, and `saf purge` deletes them with the others",
             f"{patient.command('subscription', 'create', name, '--service', name)}, or "
             + patient.command("service", "remove", name),
         )
@@ -478,7 +485,7 @@ def endpoints(patient: Patient) -> Found:
     """Report endpoints to which dispatchers send nothing."""
     for name, subscription, state, since, error, paused_at, person in patient.ask(ENDPOINTS):
         what = f"endpoint {name!r} of subscription {subscription!r}"
-        waits = "its messages wait, and the slots that they are in cannot be purged"
+        waits = "its messages wait, and their slots cannot be purged"
         resume = shlex.join(("saf", "endpoint", "resume", name))
         if state == "disabled":
             yield (
@@ -506,8 +513,8 @@ def dead_letters(patient: Patient) -> Found:
     for group in groups.shown if groups is not None else ():
         largest.setdefault(group.reason, group)
     for reason, count, error in found:
-        letters = f"{counted(count, 'dead letter')} ({reason})"
-        all_groups = patient.command("dead", "groups")
+        letters = f"{counted(count, 'dead letter')} ({BECAUSE.get(reason, reason)})"
+        all_groups = patient.command("dead", "groups", "--reason", reason)
         if (most := largest.get(reason)) is None:
             yield "warning", f"{letters}, for example: {error}", f"retry or discard: {all_groups}"
             continue
@@ -531,8 +538,8 @@ def dialogs_set_back(patient: Patient) -> Found:
     for service, count in patient.ask(FAILED_DIALOGS, code=Code.SET_BACK):
         yield (
             "warning",
-            f"{count} dialogs of service {service!r} have failed, because one of their ends was "
-            "set back: messages may be lost",
+            f"{counted(count, 'dialog')} of service {service!r} failed, because one end was set "
+            "back: messages may be lost",
             "which ones, and which messages: "
             f"{patient.command('dialog', 'list', '--state', 'error')}; their applications end them",
         )

@@ -140,8 +140,8 @@ def routes_by(config: Settings) -> Check:
                 hint = did_you_mean(route.destination, config.destinations)
                 yield (
                     "error",
-                    f"the route of {describe(route)} leads to a destination that saf.toml does not "
-                    "know: its messages are parked",
+                    f"the route of {describe(route)} leads to a destination that is not in "
+                    "saf.toml: its messages are parked",
                     f"add [destinations.{route.destination}] to saf.toml{hint}, or "
                     + _removed(patient, configured[route]),
                 )
@@ -259,7 +259,7 @@ def dialogs_expired(patient: Patient) -> Found:
             "error",
             f"the lifetime of {counted(count, 'dialog')} of service {service!r} is over, the "
             f"longest for {age(longest)}, and no receiver has noticed: none is running",
-            f"start the consumer of {service!r}: it gets an Error for each dialog",
+            f"start the worker of {service!r}: it gets an Error for each dialog",
         )
 
 
@@ -282,7 +282,7 @@ def dialogs_blocked(patient: Patient) -> Found:
             "error",
             f"subscription {name!r} has {counted(count, 'message')} of "
             f"{counted(dialogs, 'dialog')} that wait for an earlier one, the oldest for "
-            f"{age(oldest)}, such as those of conversation {first}",
+            f"{age(oldest)}, for example those of conversation {first}",
             "search for the earlier message at the other end's broker: saf outbox list --key "
             f"{first}, saf dead list --key {first}; {patient.command('dialog', 'compare')} lets "
             "both ends compare",
@@ -342,7 +342,9 @@ SHOWN = 20
 def misaddressed(patient: Patient) -> Found:
     """Report recent messages for a service that does not live here, or for another broker."""
     for service, broker, count, last in patient.ask(MISADDRESSED, look=LOOK, shown=SHOWN):
-        where = f"at broker {broker}, which this is not" if broker else "which does not live here"
+        where = (
+            f"at broker {broker}, which is another one" if broker else "which does not exist here"
+        )
         yield (
             "warning",
             f"{counted(count, 'message')} in the inbox, the last at {last}, are for {service!r}, "

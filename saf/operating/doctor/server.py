@@ -113,7 +113,7 @@ def synchronous_commit(patient: Patient) -> Found:
             "error",
             f"synchronous_commit = off by default for {scope}: a crash may undo commits of "
             "applications here, such as received messages",
-            f"set it to on for {scope}; turn it off per transaction where that may be",
+            f"set it to on for {scope}; turn it off only in transactions that may be lost",
         )
 
 
@@ -192,7 +192,7 @@ def sight(patient: Patient) -> Found:
         user = sql.Identifier(patient.connection.info.user).as_string(None)
         yield (
             "warning",
-            f"how long the transactions of {hidden} sessions of other users last could not be seen",
+            f"the transactions of {hidden} sessions of other users are hidden from this role",
             f"GRANT pg_read_all_stats TO {user}",
         )
 

@@ -159,7 +159,7 @@ def apply(
         now = difference(connection, wanted, prune=prune)
         if now != shown or now.refused.keys() != shown.refused.keys():
             raise ConfigurationError(
-                "it was changed in between: nothing was done; run the command again"
+                "it was changed meanwhile: nothing was done; run the command again"
             )
         for change in shown.changes:
             change.make(connection, discard=discard)

@@ -14,7 +14,9 @@ condition belongs to the endpoint that exists now.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import psycopg
@@ -104,6 +106,9 @@ DELETE FROM saf.attempt WHERE subscription_id = %(subscription_id)s AND attempt_
     SELECT attempt_id FROM saf.attempt WHERE subscription_id = %(subscription_id)s
     ORDER BY attempt_id DESC OFFSET %(kept)s LIMIT 1)
 """
+
+IN_WORDS: Mapping[str, str] = MappingProxyType({"closed": "up", "open": "down"})
+"""States in the words of operators; other states are words already."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ LONGEST_RETRY_AFTER = 86400.0
 
 LATER = frozenset({408, 425, 429})
 
-TO_NOBODY = "it names no from_service, which its reply would go to"
+TO_NOBODY = "it has no from_service to send its reply to"
 
 
 @dataclass(frozen=True, kw_only=True)

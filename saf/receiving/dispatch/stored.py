@@ -132,10 +132,10 @@ def add(
     if not added:
         rivals = [rival for (rival,) in fetch(connection, OTHER, params)]
         if not rivals:
-            raise UsageError(f"another endpoint was in the way of {name!r} and is gone: try again")
+            raise UsageError(f"another endpoint blocked {name!r} and is gone: try again")
         other = rivals[0]
         raise UsageError(
-            f"there is an endpoint {other!r} already, for this subscription or of this name: "
+            f"endpoint {other!r} exists already, for this subscription or with this name: "
             f"saf endpoint remove {other}"
         )
 

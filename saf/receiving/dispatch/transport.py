@@ -81,6 +81,12 @@ Exchange = Callable[[str, Mapping[str, str], bytes, int], Awaitable[Exchanged]]
 """Sends a body to a URL, with headers; returns at most a number of bytes of the answer's body."""
 
 
+PRIVATE_REFUSED = (
+    "its address is not on the public internet; private addresses are refused. Allow them in "
+    "saf.toml: `[dispatch] networks = […]`"
+)
+
+
 def address_check(networks: Iterable[str]) -> Callable[[str], None]:
     """Return a check that raises `PermissionError` unless an address is public or allowed."""
     known = [ipaddress.ip_network(text) for text in networks]
@@ -89,7 +95,7 @@ def address_check(networks: Iterable[str]) -> Callable[[str], None]:
         ip = _parsed(host)
         if not is_public(host) and not any(ip in network for network in known):
             # do not reveal the addresses of names inside our network
-            raise PermissionError(errno.EACCES, "its address is not on the public internet")
+            raise PermissionError(errno.EACCES, PRIVATE_REFUSED)
 
     return check
 

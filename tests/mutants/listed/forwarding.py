@@ -641,8 +641,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was stored before its service went is parked for it",
         "saf/destinations/postgresql/inbox.py",
-        "unknown, rows)\n        dropped",
-        "unknown, chunk.rows)\n        dropped",
+        "of_services(where, unknown, rows, known",
+        "of_services(where, unknown, chunk.rows, known",
         "contract/test_lanes_in_order.py::"
         "test_what_was_stored_before_its_service_went_is_not_parked_for_it",
     ),

@@ -34,7 +34,52 @@ FIGURES, OF_FIGURES = "saf/operating/figures.py", "contract/test_figures_kept.py
 OF_STATUS, SETTINGS = "contract/test_status.py", "unit/test_settings.py"
 OF_DOCTOR, OF_COPIES = "integration/test_doctor.py", "integration/test_copied_brokers.py"
 
+SET_ASIDE = "integration/test_set_aside.py"
+
 MUTANTS: list[Mutant] = [
+    mutant(
+        "lists and decisions leave out the stores",
+        FLEETS,
+        "    return Listing(brokers={**_stores(settings), **found.brokers}, ",
+        "    return Listing(brokers={**found.brokers}, ",
+        f"{SET_ASIDE}::test_lists_and_decisions_concern_the_sources_and_the_stores",
+    ),
+    mutant(
+        "what became a dead letter while the question was open is discarded too",
+        "saf/cli/decisions.py",
+        "    return {name: now for name, (now, _, _) in found.items()}\n",
+        "    return dict.fromkeys(found, criteria)\n",
+        f"{SET_ASIDE}::test_only_what_was_counted_is_discarded",
+    ),
+    mutant(
+        "a script without a terminal is asked, and not told of --yes",
+        "saf/cli/console.py",
+        "    return sys.stdin.isatty() and not as_json\n",
+        "    return not as_json\n",
+        f"{SET_ASIDE}::test_discarding_without_a_terminal_needs_yes_and_says_so",
+    ),
+    mutant(
+        "a retry that has no route is said to wait for its destination",
+        "saf/setaside/lane.py",
+        "        if self.kind in FOUND and not self.destination:\n",
+        "        if self.kind is Kind.ROUTE:\n",
+        f"{SET_ASIDE}::test_parked_messages_are_listed_by_what_they_wait_for",
+    ),
+    mutant(
+        "explain does not say that the store lacks the service",
+        "saf/operating/addressed.py",
+        "            if known and service not in known:\n",
+        "            if not known:\n",
+        "integration/test_routing_page.py::"
+        "test_explain_asks_the_destination_whether_it_has_the_service",
+    ),
+    mutant(
+        "a run that failed says first that it forwarded nothing",
+        "saf/cli/forward.py",
+        "    if summary.exit_code and not summary.forwarded:\n",
+        "    if summary.stopped:\n",
+        "unit/test_summary.py::test_a_run_that_failed_does_not_begin_with_what_it_forwarded",
+    ),
     mutant(
         "a misspelt service is no finding before its tenth attempt",
         "saf/operating/doctor/broker.py",
