@@ -75,6 +75,8 @@ class Lanes:
     lane: str | None = None
     """The kind of the lanes; see `saf.setaside.lane.Kind`."""
     subject: str | None = None
+    subject_contains: str | None = None
+    """A part of the subject, case-insensitive."""
 
 
 ANY = Lanes()
@@ -127,7 +129,9 @@ FROM (SELECT * FROM (
           WHERE (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
             AND (%(destination)s::text IS NULL OR w.destination = %(destination)s)
             AND (%(lane)s::text IS NULL OR w.kind = %(lane)s)
-            AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)) AS every
+            AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)
+            AND (%(subject_contains)s::text IS NULL
+                 OR strpos(lower(w.subject), lower(%(subject_contains)s)) > 0)) AS every
       WHERE %(after)s::text[] IS NULL OR ({PLACE})
             > ({", ".join(f"(%(after)s::text[])[{n}]::{t}" for n, t in enumerate(PLACE_TYPES, 1))})
       ORDER BY {PLACE} LIMIT %(limit)s) AS b
@@ -142,6 +146,8 @@ OF_LANES = """
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
   AND (%(lane)s::text IS NULL OR kind = %(lane)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)
+  AND (%(subject_contains)s::text IS NULL
+       OR strpos(lower(subject), lower(%(subject_contains)s)) > 0)
   AND (%(subscription)s::text IS NULL OR subscription_id IN (
       SELECT subscription_id FROM saf.subscription WHERE name = %(subscription)s))
 """

@@ -93,6 +93,7 @@ def navigation(beat: Beat, here: str) -> list[Link]:
 
 NAVIGATION = {
     "/": "Overview",
+    "/charts": "Charts",
     "/pending": "Pending",
     "/parked": "Parked",
     "/dead": "Dead letters",
