@@ -1,7 +1,7 @@
 """The charts: curves and bars of the last hour, drawn on the server as SVG.
 
 A chart needs no script, and takes its colours from the style sheet, for light and for dark. The
-description of each drawing has its last and its greatest values, and `table` has all of them.
+description of each drawing has its last and its greatest values, and `Chart.rows` has all values.
 """
 
 from __future__ import annotations

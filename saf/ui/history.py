@@ -2,10 +2,10 @@
 
 `saf ui` needs no Prometheus for its charts: each `saf.ui.pulse.Beat` adds to the history, from the
 start of the process on. A `Point` covers at least `STEP_SECONDS`, so an hour has a bounded number
-of them, and at most `MOST_SERVICES` services have numbers of their own.
+of points, and at most `MOST_SERVICES` services have numbers of their own.
 
 Numbers are sums over all brokers. A broker that does not answer contributes nothing; a point tells
-how many did not. What a broker did meanwhile is not counted later.
+how many did not. Messages of a time without answers are not counted later.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ NOTHING = Numbers()
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Figures of a time: states at its end, and what was counted during it."""
+    """Figures of a time: states at its end, and counts during it."""
 
     begin: float
     end: float

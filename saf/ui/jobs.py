@@ -68,7 +68,7 @@ class Job:
     done: dict[str, int] = field(default_factory=dict)
     """Number of processed messages, by broker."""
     first: dict[str, list[Named]] = field(default_factory=dict)
-    """The first of them, by broker."""
+    """The first processed messages, by broker."""
     errors: dict[str, str] = field(default_factory=dict)
     state: State = "waiting"
     stopping: threading.Event = field(default_factory=threading.Event)

@@ -122,7 +122,7 @@ class Event:
     where: str
     """The broker."""
     what: Any
-    """A part of the broker's `saf.operating.journey.Stay`; for attempts, a list of them."""
+    """A part of the broker's `saf.operating.journey.Stay`; for attempts, a list."""
 
 
 RANK = ("sent", "stored", "reading", "attempts", "aside", "decided")
