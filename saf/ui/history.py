@@ -185,9 +185,10 @@ def _bounded(found: Mapping[str, Numbers], known: set[str]) -> dict[str, Numbers
 
     Services that had numbers of their own keep them, so that no curve ends for lack of space.
     """
-    order = sorted(found, key=lambda name: (name not in known, -found[name].failures, name))
-    free = max(0, MOST_SERVICES - len(known - found.keys()))
-    named = [name for name in order if name != OTHER][:free]
+    new = found.keys() - known - {OTHER}
+    order = sorted(new, key=lambda name: (-found[name].failures, -found[name].pending, name))
+    free = max(0, MOST_SERVICES - len(known - {OTHER}))
+    named = {*(found.keys() & known - {OTHER}), *order[:free]}
     others = [numbers for name, numbers in found.items() if name not in named]
     kept = {name: found[name] for name in named}
     return {**kept, OTHER: Numbers.together(others)} if others else kept

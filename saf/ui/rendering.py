@@ -48,7 +48,7 @@ def environment() -> Environment:
     return templates
 
 
-SHORT, LONG = 90, 240
+SHORT, LONG = 90, 300
 """Letters that fit into two lines of a phone, and of a desk."""
 
 

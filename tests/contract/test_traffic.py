@@ -79,7 +79,7 @@ def test_dead_letters_and_parked_messages_are_counted_even_if_their_numbers_comm
         connection.execute(LETTER, [3])
         assert ask(connection).dead == {"billing": 3}
         other.execute("COMMIT")
-        connection.execute(PARK, ["main"])
+        connection.execute(PARK, ["route"])
         found = ask(connection)
         assert (found.dead, found.parked) == ({"late": 2}, {"billing": 1})
         connection.execute(LETTER, [1])

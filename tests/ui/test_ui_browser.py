@@ -46,13 +46,17 @@ HOSTILE = "<img src=x onerror=alert(1)><script>window.owned=1</script>\u202e'\"{
 
 def a_past_of_an_hour(there: Dashboard) -> None:
     """Let the dashboard have seen an hour of a shop, in which a store was down for a while."""
-    kept, now = there.site.pulse.history, time.time()
+    now = time.time()
     past = History()
     for minute in range(60):
         down = 30 <= minute < 42
-        waiting = 40.0 * (minute - 29) if down else 480.0 - 90 * (minute - 41) if minute < 47 else 3
+        backlog = 40.0 * (minute - 29) if down else max(0.0, 480.0 - 90 * (minute - 41))
         samples = [
-            Sample(metric=m.PENDING, labels=("shop", "mom", "billing"), value=max(2.0, waiting)),
+            Sample(
+                metric=m.PENDING,
+                labels=("shop", "mom", "billing"),
+                value=backlog + 3 if minute >= 30 else 3.0,
+            ),
             Sample(
                 metric=m.OLDEST_PENDING,
                 labels=("shop", "mom", "billing"),
@@ -61,28 +65,23 @@ def a_past_of_an_hour(there: Dashboard) -> None:
             Sample(metric=m.UNREAD, labels=("mom", "billing"), value=8 + minute % 7),
             Sample(metric=m.LAG, labels=("mom", "inbox", "billing"), value=6 + minute % 5),
         ]
-        for service, rate in (("billing", 40), ("mail", 9), ("shipping", 21)):
+        for service, rate in (("billing", 40), ("mail", 9), ("shipping", 21)) if minute else ():
             sent = rate + minute % 6
+            stored = 0 if down else sent * 1.8 if 42 <= minute < 47 else sent
             samples += [
                 Sample(metric=history.SENT, labels=("shop", service), value=sent),
-                Sample(
-                    metric=history.STORED, labels=("mom", service), value=0 if down else sent + 1
-                ),
+                Sample(metric=history.STORED, labels=("mom", service), value=round(stored)),
             ]
         if minute in (31, 32, 35, 50):
-            samples.append(
-                Sample(metric=history.PARKED, labels=("shop", "billing"), value=minute - 28)
-            )
-            samples.append(Sample(metric=history.DEAD, labels=("shop", "mail"), value=2))
-        past.add(
-            Beat(
-                samples=tuple(samples),
-                at=now - 60 * (60 - minute),
-                down={"mom": ""} if down else {},
-            )
-        )
+            samples += [
+                Sample(metric=history.PARKED, labels=("shop", "billing"), value=minute - 28),
+                Sample(metric=history.DEAD, labels=("shop", "mail"), value=2),
+            ]
+        at = now - 60 * (60 - minute)
+        past.add(Beat(samples=tuple(samples), at=at, down={"mom": ""} if down else {}))
+    kept = there.site.pulse.history
     kept._points.extendleft(reversed(past.points()))
-    kept.since = now - 3600 - 60
+    kept.since = now - 7200
 
 
 def bold(section: str) -> list[str]:

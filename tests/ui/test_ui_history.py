@@ -71,7 +71,6 @@ def test_many_services_take_no_more_memory_than_some_and_none_is_lost() -> None:
     for minute in range(5):
         names = {f"service {minute} {n}": 1.0 for n in range(MOST_SERVICES)}
         kept.add(beat(minute * 60, pending={"billing": 5, **names}))
-    assert {len(point.services) for point in kept.points()} <= {MOST_SERVICES, MOST_SERVICES + 1}
     assert len({name for point in kept.points() for name in point.services}) <= MOST_SERVICES + 1
     for point in kept.points():
         assert point.numbers("billing").pending == 5, "a service with a curve keeps it"
@@ -104,6 +103,7 @@ def test_a_clock_that_is_set_back_breaks_nothing() -> None:
 
 def test_a_chart_says_in_words_what_it_draws() -> None:
     kept = History()
+    kept.add(beat(-60))
     for minute, pending in enumerate((7, 40, 3)):
         kept.add(beat(60 * minute, pending={"billing": pending}, dead={"billing": 2}))
     waiting, _, _, failures = (chart(kind, kept.points(), None, NOON + 120) for kind in CHARTS)

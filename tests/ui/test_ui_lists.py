@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -27,10 +28,16 @@ def words(page: str) -> str:
     return html.unescape(" ".join(re.sub(r"<[^>]+>", "", page).split()))
 
 
+def answered(visitor: Visitor, address: str) -> bool:
+    """Whether the brokers answer in time."""
+    return "is not shown" not in visitor.get(address).text
+
+
 def numbers(visitor: Visitor, address: str, pattern: str) -> list[str]:
     """What a list shows, page after page."""
     found: list[str] = []
     while address:
+        until(partial(answered, visitor, address))  # at the first look, a busy machine may be late
         page = visitor.get(address).text
         found += re.findall(pattern, page)
         link = re.search(r'rel="next" href="([^"]+)"', page)

@@ -135,7 +135,7 @@ def timeline(stays: Mapping[str, Stay]) -> list[Event]:
     A subscription's progress has no time of its own, so it follows the arrival. Attempts that
     follow each other are one event.
     """
-    events = []
+    events: list[tuple[datetime, str, str, Any]] = []
     for where, stay in stays.items():
         if stay.sent is not None:
             events.append((stay.sent.message.created_at, "sent", where, stay.sent))

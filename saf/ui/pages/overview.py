@@ -125,7 +125,8 @@ class Row:
 
     waiting: Sequence[float]
     oldest: Sequence[float]
-    stored: Sequence[float]
+    per_minute: Sequence[float]
+    """The greater of sent and stored messages, where the time is long enough to tell."""
     failures: Sequence[float]
 
     @classmethod
@@ -135,9 +136,10 @@ class Row:
         return cls(
             waiting=[one.pending + one.unread for one in numbers],
             oldest=[max(one.oldest, one.lag) for one in numbers],
-            stored=[
-                point.per_minute(max(one.sent, one.stored)) or 0.0
+            per_minute=[
+                rate
                 for point, one in zip(points, numbers, strict=True)
+                if (rate := point.per_minute(max(one.sent, one.stored))) is not None
             ],
             failures=[one.failures for one in numbers],
         )

@@ -326,8 +326,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the history of many services grows without bound",
         "saf/ui/history.py",
-        "named = [name for name in order if name != OTHER][:free]",
-        "named = [name for name in order if name != OTHER]",
+        "named = {*(found.keys() & known - {OTHER}), *order[:free]}",
+        "named = {*(found.keys() & known - {OTHER}), *order}",
         f"{HISTORY}::test_many_services_take_no_more_memory_than_some_and_none_is_lost",
     ),
     mutant(
