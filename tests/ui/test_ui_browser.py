@@ -192,7 +192,7 @@ def test_a_phone_shows_errors_flows_and_the_present_tab_without_scrolling_sidewa
     with visiting(chromium, there, viewport=PHONE) as page:
         page.wait_for_selector("#tile-dead .value >> text=6")
         assert page.locator("svg.flows:visible").count() == 1
-        ends = page.locator("svg.flows:visible .node").all_inner_texts()
+        ends = page.locator("svg.flows:visible .node").all_text_contents()
         assert any("shop" in one for one in ends)
         assert any("mom" in one for one in ends)
         for path in pages:
