@@ -1,6 +1,6 @@
 """The history: the figures of the last hour by service, as far as this process has taken them.
 
-`saf ui` needs no Prometheus for its charts: each `saf.ui.pulse.Beat` adds to the history, from the
+`saf ui` needs no Prometheus for its charts: each `saf.ui.beat.Beat` adds to the history, from the
 start of the process on. A `Point` covers at least `STEP_SECONDS`, so an hour has a bounded number
 of points, and at most `MOST_SERVICES` services have numbers of their own.
 
@@ -13,13 +13,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from saf.telemetry import metrics as m
 from saf.telemetry.metrics import OTHER, Metric
-
-if TYPE_CHECKING:
-    from saf.ui.pulse import Beat
+from saf.ui.beat import Beat
 
 HOUR_SECONDS = 3600.0
 STEP_SECONDS = 30.0

@@ -12,8 +12,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import psycopg
@@ -26,6 +26,7 @@ from saf.operating.watch import Watch
 from saf.telemetry import metrics as m
 from saf.telemetry.metrics import Metric, Sample
 from saf.ui import history
+from saf.ui.beat import Beat
 from saf.ui.history import History
 
 EVERY_SECONDS = 3.0
@@ -48,36 +49,6 @@ CURVES: Mapping[str, Metric] = {
 MOST = 12
 """Most brokers and destinations in the drawing; the tables show all."""
 ROW, TOP = 46, 14
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beat:
-    """Figures of all brokers at one moment."""
-
-    samples: tuple[Sample, ...] = ()
-    down: Mapping[str, str] = field(default_factory=dict)
-    """Brokers that do not answer, with the reason."""
-    at: float = 0.0
-    """Time of the figures, by time.time(); 0 before the first."""
-
-    @property
-    def clock(self) -> str:
-        """Time of the figures, for display."""
-        return time.strftime("%H:%M:%S", time.localtime(self.at))
-
-    def of(self, metric: Metric, *labels: str) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield the values of a metric, with the labels after those given."""
-        for sample in self.samples:
-            if sample.metric is metric and sample.labels[: len(labels)] == labels:
-                yield sample.labels[len(labels) :], float(sample.value)  # type: ignore[arg-type]
-
-    def total(self, metric: Metric, *labels: str) -> float:
-        """Return the sum of a metric's values."""
-        return sum(value for _, value in self.of(metric, *labels))
-
-    def most(self, metric: Metric, *labels: str) -> float | None:
-        """Return the greatest value of a metric; None if it has no values."""
-        return max((value for _, value in self.of(metric, *labels)), default=None)
 
 
 def both(settings: Settings) -> Ask:

@@ -18,9 +18,9 @@ from saf.database import Dsn
 from saf.telemetry import metrics as m
 from saf.telemetry.metrics import Sample
 from saf.ui import history
+from saf.ui.beat import Beat
 from saf.ui.history import History
 from saf.ui.pages import PAGES
-from saf.ui.pulse import Beat
 from tests import dialogs
 from tests.dashboard import Dashboard, dashboard
 from tests.destinations import NOWHERE
@@ -201,6 +201,7 @@ def test_a_phone_shows_errors_flows_and_the_present_tab_without_scrolling_sidewa
             if (clipped := page.evaluate(CLIPPED)) or page.evaluate(HIDDEN_TAB):
                 problems[path] = clipped
         go(page, there, "/dead?newest=yes")
+        page.locator("tbody").evaluate("one => one.scrollIntoView()")
         picture(page, "dead-phone", tmp_path)
     assert problems == {}
 

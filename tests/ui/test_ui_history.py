@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from saf.telemetry import metrics as m
 from saf.telemetry.metrics import OTHER, Metric, Sample
 from saf.ui import history
+from saf.ui.beat import Beat
 from saf.ui.charts import CHARTS, chart
 from saf.ui.history import HOUR_SECONDS, MOST_POINTS, MOST_SERVICES, STEP_SECONDS, History
-from saf.ui.pulse import Beat
 
 NOON = 1_800_000_000.0
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from starlette.responses import Response
 
 from saf.telemetry import metrics as m
+from saf.ui.beat import Beat
 from saf.ui.charts import CHARTS, chart, clock
 from saf.ui.history import HOUR_SECONDS, Point
-from saf.ui.pulse import NARROW, Beat, drawn
+from saf.ui.pulse import NARROW, drawn
 from saf.ui.site import LIVE, Visit, navigation
 
 
