@@ -219,7 +219,7 @@ def conversations(
         handle: only the end with this handle.
         limit: maximum number of ends.
         after: only ends after the end with this ``created_at`` and handle.
-        newest_first: return the ends begun last first; otherwise the oldest are.
+        newest_first: return the newest ends first, instead of the oldest.
 
     Raises:
         UsageError: one of the states does not exist.

@@ -50,6 +50,7 @@ DEAD = """
 SELECT dead_letter_id, to_service, true FROM saf.dead_letter
 WHERE dead_letter_id > {floor} ORDER BY dead_letter_id DESC LIMIT {most}
 """
+SNAPSHOT = "SELECT pg_current_snapshot()::text"
 LAST = """
 SELECT (SELECT coalesce(max(parked_id), 0) FROM saf.parked),
        (SELECT coalesce(max(dead_letter_id), 0) FROM saf.dead_letter)
@@ -124,13 +125,11 @@ def meter() -> Callable[[psycopg.Connection[Any]], Traffic]:
                 dead=_Numbers(statement=DEAD, floor=dead),
             )
             return Traffic()
-        snapshot, written = written_since(connection, last.snapshot)
-        if snapshot == last.snapshot:
+        if fetch(connection, SNAPSHOT) == [(last.snapshot,)]:
             return Traffic()
-        last.snapshot = snapshot
-        logs: dict[str, Counter[str]] = {}
+        last.snapshot, written = written_since(connection, last.snapshot)
+        logs: dict[str, Counter[str]] = {"outbox": Counter(), "inbox": Counter()}
         for name, backlog in written.items():
-            logs[name] = Counter()
             for (service, _), part in backlog.by_address.items():
                 logs[name][service] += round(part.messages)
         return Traffic(
