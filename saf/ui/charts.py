@@ -22,7 +22,7 @@ LEFT, TOP, BOTTOM = 44, 10, 20
 MARKS = 4
 """Parts of the time axis."""
 GAP_SECONDS = 4 * STEP_SECONDS
-"""Time without figures after which a curve begins anew."""
+"""Time without figures that interrupts a curve."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,7 +100,7 @@ def test_what_waits_for_its_time_or_was_retried_by_an_operator_is_no_failure(
         at_shop(shop)
         at_store(store)
         for connection in (shop, store):
-            assert len(decide.retry(connection, DeadLetters(), "mended")) == 2
+            assert len(decide.retry(connection, DeadLetters(), "fixed")) == 2
         for kind in ("later", "ahead"):
             shop.execute(PARK, [kind])
         assert at_shop(shop) == Traffic()

@@ -1,4 +1,4 @@
-"""The history of the figures: an hour of it, by service, in a bounded memory."""
+"""The history of the figures: the last hour, by service, in a bounded memory."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_a_filter_that_matches_nothing_says_how_many_there_are(there: Dashboard,
             send(connection, "x", key="k")
     visitor = there.client()
     until(lambda: 'data-label="Pending">2<' in visitor.get("/").text)
-    for address, said in (
+    for address, expected in (
         ("/dead?key=DECL", "4 dead letters, none with key 'DECL'."),
         (
             "/dead?key=DECL&reason=expired&broker=shop",
@@ -203,7 +203,7 @@ def test_a_filter_that_matches_nothing_says_how_many_there_are(there: Dashboard,
         ("/pending?service=DECL", "2 pending messages, none with service 'DECL'."),
     ):
         page = visitor.get(address).text
-        assert said in words(page), address
+        assert expected in words(page), address
         assert ">Show all</a>" in page
     assert "No message waits for an operator" in visitor.get("/dead?broker=mom").text
     assert "This outbox has no message" in visitor.get("/outbox?broker=mom").text
