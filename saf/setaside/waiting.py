@@ -76,6 +76,8 @@ class Lanes:
     lane: str | None = None
     """The kind of the lanes; see `saf.setaside.lane.Kind`."""
     subject: str | None = None
+    subject_contains: str | None = None
+    """A part of the subject, case-insensitive."""
     group: str | None = None
     """The id of a failure group; see `saf.setaside.fingerprint`."""
 
@@ -131,6 +133,8 @@ FROM (SELECT * FROM (
             AND (%(destination)s::text IS NULL OR w.destination = %(destination)s)
             AND (%(lane)s::text IS NULL OR w.kind = %(lane)s)
             AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)
+            AND (%(subject_contains)s::text IS NULL
+                 OR strpos(lower(w.subject), lower(%(subject_contains)s)) > 0)
             AND {PARKED_GROUP}) AS every
       WHERE %(after)s::text[] IS NULL OR ({PLACE})
             > ({", ".join(f"(%(after)s::text[])[{n}]::{t}" for n, t in enumerate(PLACE_TYPES, 1))})
@@ -147,6 +151,8 @@ OF_LANES = f"""
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
   AND (%(lane)s::text IS NULL OR kind = %(lane)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)
+  AND (%(subject_contains)s::text IS NULL
+       OR strpos(lower(subject), lower(%(subject_contains)s)) > 0)
   AND (%(subscription)s::text IS NULL OR subscription_id IN (
       SELECT subscription_id FROM saf.subscription WHERE name = %(subscription)s))
 """
