@@ -70,13 +70,14 @@ FROM saf.subscription, generate_series(1, %s) AS n WHERE name = 'forwarder'
 ONE = "SELECT message_id::text, created_at FROM saf.outbox WHERE shard = 7 ORDER BY txid LIMIT 1"
 
 PAGES = (
-    *("/", "/pending", "/parked", "/parked/messages", "/dead", "/outbox", "/routes", "/members"),
-    *("/dialogs", "/doctor", "/jobs", "/audit"),
+    *("/", "/charts", "/pending", "/parked", "/parked/messages", "/dead", "/outbox", "/routes"),
+    *("/members", "/dialogs", "/doctor", "/jobs", "/audit"),
 )
 DEEP = (
     *("/parked?broker=deep", "/parked/messages?broker=deep", "/dead?broker=deep"),
     *("/dead?broker=deep&key=k77777", "/outbox?broker=deep", "/outbox?broker=deep&state=pending"),
-    *("/outbox?broker=deep&service=service+7", "/outbox?broker=deep&key=k77777"),
+    *("/outbox?broker=deep&service=service+7", "/outbox?broker=deep&exact=yes&key=k77777"),
+    *("/outbox?broker=deep&key=k77777", "/outbox?broker=deep&newest=yes"),
     *("/members?broker=deep", "/dialogs?broker=deep", "/routes?broker=deep&service=service+7"),
 )
 

@@ -58,8 +58,9 @@ WHERE (CAST(%(service)s AS text) IS NULL OR c.service = CAST(%(service)s AS text
   AND (CAST(%(states)s AS text[]) IS NULL OR c.state = ANY (CAST(%(states)s AS text[])))
   AND (CAST(%(handle)s AS uuid) IS NULL OR c.handle = CAST(%(handle)s AS uuid))
   AND (CAST(%(after)s AS uuid) IS NULL
-       OR (c.created_at, c.handle) > (CAST(%(since)s AS timestamptz), CAST(%(after)s AS uuid)))
-ORDER BY c.created_at, c.handle LIMIT CAST(%(limit)s AS int)
+       OR (c.created_at, c.handle) $beyond (CAST(%(since)s AS timestamptz),
+                                            CAST(%(after)s AS uuid)))
+ORDER BY c.created_at $order, c.handle $order LIMIT CAST(%(limit)s AS int)
 """
 
 SHARDS = "SELECT shards FROM saf.broker"
@@ -207,6 +208,7 @@ def conversations(
     handle: UUID | None = None,
     limit: int | None = None,
     after: tuple[datetime, UUID] | None = None,
+    newest_first: bool = False,
 ) -> list[Conversation]:
     """Return the ends of conversations in this database, the oldest first.
 
@@ -217,6 +219,7 @@ def conversations(
         handle: only the end with this handle.
         limit: maximum number of ends.
         after: only ends after the end with this ``created_at`` and handle.
+        newest_first: return the newest ends first, instead of the oldest.
 
     Raises:
         UsageError: one of the states does not exist.
@@ -225,8 +228,9 @@ def conversations(
     for state in wanted or ():
         if state not in list(State):
             raise UsageError(f"unknown state {state!r}, only {', '.join(State)}")
+    beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
     rows = enter(conn, allow_autocommit=True).fetch(
-        LIST,
+        LIST.replace("$beyond", beyond).replace("$order", order),
         {
             "service": service,
             "states": wanted,
@@ -248,10 +252,18 @@ def page(
     service: str | None = None,
     states: Iterable[str] | None = None,
     after: tuple[datetime, UUID] | None = None,
+    newest_first: bool = False,
 ) -> Page[Conversation]:
     """Return a page of `conversations`."""
     return page_of(
-        lambda most: conversations(conn, service=service, states=states, limit=most, after=after),
+        lambda most: conversations(
+            conn,
+            service=service,
+            states=states,
+            limit=most,
+            after=after,
+            newest_first=newest_first,
+        ),
         limit,
         lambda row: f"{row.created_at.isoformat()} {row.handle}",
     )

@@ -5,6 +5,9 @@ seconds. So the count reads at most `LOOK` messages per shard, by the index, old
 first. A shard with fewer messages is counted exactly. Otherwise the rest is estimated, slot by
 slot, from the ids assigned since and from this shard's share of the ids that were read.
 
+`written_since` counts what a log has got since a snapshot in the same way: as the backlog of a
+reader who has read all that the snapshot sees.
+
 Most of an open batch may be complete. Ids and transaction ids rise together, so a binary search
 finds the first transaction that began after the position, and reading begins there. The position
 may lie inside the transaction before, for example a COPY. That transaction is sampled separately,
@@ -26,7 +29,7 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
-from saf.database import fetch, records
+from saf.database import fetch, of_broker, records
 from saf.log.read import BEYOND, BY_INDEX, begun_since
 from saf.log.ring import AGE_COLUMN, SLOT_ROWS, SLOTS
 from saf.log.shards import LAST
@@ -217,6 +220,51 @@ def backlogs(
         for backlog in found.values():
             _look(connection, backlog, look)
     return list(found.values())
+
+
+CURRENT = "SELECT pg_current_snapshot()::text, shards FROM saf.broker"
+
+
+def written_since(
+    connection: psycopg.Connection[Any], snapshot: str | None, *, look: int = LOOK
+) -> tuple[str, dict[str, Backlog]]:
+    """Return the present snapshot, and what each log has got since an earlier one. Only reads.
+
+    Without an earlier snapshot, or if nothing was committed since, no log is read.
+
+    Args:
+        connection: in autocommit.
+        snapshot: the snapshot that an earlier call has returned; None for the first call.
+        look: messages read per shard at most; more are estimated.
+    """
+    with connection.transaction():
+        connection.execute(SNAPSHOT)
+        connection.execute(BY_INDEX)
+        now, shards = of_broker(connection, CURRENT)
+        found = {
+            log: Backlog(subscription="", log=log, service=None, shards=[])
+            for log in (AGE_COLUMN if snapshot not in (None, now) else ())
+        }
+        for log, backlog in found.items():
+            backlog.shards = [
+                Shard(
+                    subscription_id=0,
+                    subscription="",
+                    log=log,
+                    service=None,
+                    shard=shard,
+                    owner=None,
+                    epoch=0,
+                    batch=0,
+                    done=str(snapshot),
+                    open=None,
+                    position=0,
+                    beyond="{}",
+                )
+                for shard in range(shards)
+            ]
+            _look(connection, backlog, look)
+    return now, found
 
 
 class Found(NamedTuple):

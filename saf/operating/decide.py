@@ -536,4 +536,4 @@ def in_chunks(
         yield held.message_ids
         if held.last is not None:
             # do not read again what did not match: a criterion may cost more than a decision
-            chosen = replace(chosen, after=held.last)
+            chosen = replace(chosen, beyond=held.last)

@@ -100,6 +100,7 @@ COMPLETE = """
 FILTER = """
     (%(service)s::text IS NULL OR o.to_service = %(service)s)
 AND (%(key)s::text IS NULL OR o.key = %(key)s)
+AND (%(key_contains)s::text IS NULL OR strpos(lower(o.key), lower(%(key_contains)s)) > 0)
 AND (%(since)s::timestamptz IS NULL OR o.created_at >= %(since)s)
 AND (%(until)s::timestamptz IS NULL OR o.created_at < %(until)s)
 """
@@ -109,28 +110,28 @@ left(o.message_type, {SHOWN}) AS message_type, octet_length(o.body) AS bytes, o.
 """
 
 # From each shard a page by its index; of these, the first page. For pending messages, skip those
-# older than the oldest transaction that was in progress at ``done``.
+# older than the oldest transaction that was in progress at ``done``. An `Order` completes it.
 PAGE = f"""
 SELECT o.id, o.txid::text || '.' || o.id AS page_end, o.complete, {SHOWN_OF_MESSAGE}
 FROM ({CURSORS}) AS c CROSS JOIN LATERAL (
     SELECT o.*, {COMPLETE} AS complete FROM saf.outbox o
-    WHERE o.shard = c.shard AND o.txid >= %(txid)s::xid8 AND o.txid < %(before)s::xid8
-      AND (o.txid, o.id) > (%(txid)s::xid8, %(id)s)
+    WHERE o.shard = c.shard AND o.txid >= %(first)s::xid8 AND o.txid < %(before)s::xid8
+      AND (o.txid, o.id) $beyond (%(txid)s::xid8, %(id)s)
       AND (%(complete)s::boolean IS NOT FALSE OR o.txid >= pg_snapshot_xmin(c.done))
       AND (%(complete)s::boolean IS NULL OR %(complete)s::boolean = {COMPLETE})
       AND {FILTER}
-    ORDER BY o.txid, o.id LIMIT %(limit)s) AS o
-ORDER BY o.txid, o.id LIMIT %(limit)s
+    ORDER BY o.txid $order, o.id $order LIMIT %(limit)s) AS o
+ORDER BY o.txid $order, o.id $order LIMIT %(limit)s
 """
 
 FOLLOWING = f"""
 SELECT o.txid::text, o.created_at
 FROM ({CURSORS}) AS c CROSS JOIN LATERAL (
     SELECT o.txid, o.created_at FROM saf.outbox o
-    WHERE o.shard = c.shard AND o.txid >= %(txid)s::xid8
+    WHERE o.shard = c.shard AND o.txid $beyond= %(txid)s::xid8
       AND (%(complete)s::boolean IS NOT FALSE OR o.txid >= pg_snapshot_xmin(c.done))
-    ORDER BY o.txid LIMIT 1) AS o
-ORDER BY o.txid LIMIT 1
+    ORDER BY o.txid $order LIMIT 1) AS o
+ORDER BY o.txid $order LIMIT 1
 """
 
 # The set-aside messages among those that the cursors are past, with their destinations
@@ -149,15 +150,15 @@ OF_STATE = {
 SELECT o.id, o.parked_id::text AS page_end, 'parked' AS state, o.destination, b.error,
        {SHOWN_OF_MESSAGE}
 FROM saf.parked o LEFT JOIN saf.backoff b ON {SAME_LANE.replace("p.", "o.")}
-WHERE o.subscription_id = ({FORWARDER}) AND o.parked_id > %(id)s AND {FILTER}
-ORDER BY o.parked_id LIMIT %(limit)s
+WHERE o.subscription_id = ({FORWARDER}) AND o.parked_id $beyond %(id)s AND {FILTER}
+ORDER BY o.parked_id $order LIMIT %(limit)s
 """,
     "dead": f"""
 SELECT o.id, o.dead_letter_id::text AS page_end, 'dead' AS state, o.destination,
        o.reason || ': ' || o.error AS error, {SHOWN_OF_MESSAGE}
 FROM saf.dead_letter o
-WHERE o.subscription_id = ({FORWARDER}) AND o.dead_letter_id > %(id)s AND {FILTER}
-ORDER BY o.dead_letter_id LIMIT %(limit)s
+WHERE o.subscription_id = ({FORWARDER}) AND o.dead_letter_id $beyond %(id)s AND {FILTER}
+ORDER BY o.dead_letter_id $order LIMIT %(limit)s
 """,
 }
 
@@ -177,6 +178,40 @@ IN_SHARD = " AND o.shard = %(shard)s::smallint"
 BODY = f"SELECT body FROM saf.outbox o WHERE {BY_ID}"
 
 SHARDS = "SELECT shards FROM saf.broker"
+ANY_MESSAGE = "SELECT EXISTS (SELECT FROM saf.outbox)"
+
+GREATEST_ID = 10**18 - 1
+"""An id above all others that a place can name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The order of a list: by transaction and id, or by the number of a message set aside."""
+
+    beyond: str
+    order: str
+    step: int
+    """1 if transaction ids rise from row to row, else -1."""
+    begin: Place
+    """The place that all rows are beyond."""
+
+    def sql(self, statement: str) -> str:
+        """Return a statement that reads in this order."""
+        return statement.replace("$beyond", self.beyond).replace("$order", self.order)
+
+    def stretch(self, txid: str, end: str) -> dict[str, str]:
+        """Return the bounds of the transactions from ``txid`` to before ``end``, in this order.
+
+        >>> OLDEST_FIRST.stretch("7", "9"), NEWEST_FIRST.stretch("7", "5")
+        ({'first': '7', 'before': '9'}, {'first': '6', 'before': '8'})
+        """
+        if self.step > 0:
+            return {"first": txid, "before": end}
+        return {"first": str(max(0, int(end) + 1)), "before": str(min(int(NO_LAST), int(txid) + 1))}
+
+
+OLDEST_FIRST = Order(beyond=">", order="ASC", step=1, begin=("0", 0))
+NEWEST_FIRST = Order(beyond="<", order="DESC", step=-1, begin=(NO_LAST, GREATEST_ID))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +221,8 @@ class Wanted:
     state: State | None = None
     service: str | None = None
     key: str | None = None
+    key_contains: str | None = None
+    """A part of the key, case-insensitive; unlike ``key``, it does not give the shard."""
     since: datetime | None = None
     """Created at this time or later."""
     until: datetime | None = None
@@ -220,7 +257,10 @@ class SentPage(Page[Sent]):
     """A page of an outbox. It may be shorter than its limit, and the last page may be empty."""
 
     before: datetime | None = None
-    """About when the first unsearched messages were created, if the time to look ended first."""
+    """About when the first unsearched messages were created, if the time to look ended first.
+
+    The messages on the other side of that time were searched: the older ones, or the newer ones
+    if those come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +359,7 @@ def messages(
     limit: int = 100,
     seconds: float = SECONDS,
     look_seconds: float | None = None,
+    newest_first: bool = False,
 ) -> SentPage:
     """Return a page of an outbox, the oldest transactions first. Reads only.
 
@@ -330,20 +371,21 @@ def messages(
         seconds: Time limit of a statement.
         look_seconds: Time after which the page ends with the messages found so far; None: fill the
             page, unless it is the last one.
+        newest_first: List the newest transactions first. A place is valid for one order only.
 
     Raises:
         TookTooLong: a statement takes longer.
         Restored: the cursors do not show which messages are pending.
     """
     refuse(connection)
-    txid, number = ("0", 0) if after is None else after
+    order = NEWEST_FIRST if newest_first else OLDEST_FIRST
+    txid, number = order.begin if after is None else after
     params: dict[str, Any] = {
         **asdict(wanted),
         "txid": txid,
         "id": number,
         "limit": limit,
         "shard": None,
-        "before": NO_LAST,
         "complete": {"pending": False, "forwarded": True}.get(wanted.state or ""),
     }
     with _bounded(connection, seconds):
@@ -351,12 +393,13 @@ def messages(
             (shards,) = of_broker(connection, SHARDS)
             params["shard"] = shard_of(wanted.key, shards)
         if wanted.state in OF_STATE:
-            reading = Looked(rows=_rows(connection, OF_STATE[wanted.state], params))
+            statement = order.sql(OF_STATE[wanted.state])
+            reading = Looked(rows=_rows(connection, statement, params))
             found = tuple(
                 Sent(**{k: v for k, v in row.items() if k != "page_end"}) for row in reading.rows
             )
         else:
-            reading = _looked(connection, params, look_seconds)
+            reading = _looked(connection, params, look_seconds, order)
             found = tuple(
                 sent
                 for sent in _with_state(connection, reading.rows)
@@ -364,26 +407,40 @@ def messages(
             )
     end = reading.rows[-1]["page_end"] if len(reading.rows) == limit else None
     if reading.place is not None:
-        end = f"{reading.place}.0"  # all ids are greater
+        end = f"{reading.place}.{order.begin[1]}"  # before all ids of the transaction
     return SentPage(shown=found, next=end, before=reading.before)
 
 
 def _looked(
-    connection: psycopg.Connection[Any], params: dict[str, Any], seconds: float | None
+    connection: psycopg.Connection[Any],
+    params: dict[str, Any],
+    seconds: float | None,
+    order: Order,
 ) -> Looked:
+    page, next_one = order.sql(PAGE), order.sql(FOLLOWING)
     if seconds is None:
-        return Looked(rows=_rows(connection, PAGE, params))
+        end = NO_LAST if order.step > 0 else "-1"
+        return Looked(rows=_rows(connection, page, params | order.stretch(params["txid"], end)))
 
     def following(txid: str) -> tuple[str, datetime] | None:
-        return next(iter(fetch(connection, FOLLOWING, params | {"txid": txid})), None)
+        if int(txid) < 0:
+            return None
+        return next(iter(fetch(connection, next_one, params | {"txid": txid})), None)
 
     def within(first: str, after: str, limit: int) -> list[dict[str, Any]]:
-        more = {"txid": first, "before": after, "limit": limit}
+        more = {"txid": first, "limit": limit, **order.stretch(first, after)}
         if first != params["txid"]:
-            more["id"] = 0  # the previous page ended in another transaction
-        return _rows(connection, PAGE, params | more)
+            more["id"] = order.begin[1]  # the previous page ended in another transaction
+        return _rows(connection, page, params | more)
 
-    return look(following, within, txid=params["txid"], limit=params["limit"], seconds=seconds)
+    return look(
+        following,
+        within,
+        txid=params["txid"],
+        limit=params["limit"],
+        seconds=seconds,
+        step=order.step,
+    )
 
 
 def look(
@@ -393,6 +450,7 @@ def look(
     txid: str,
     limit: int,
     seconds: float,
+    step: int = 1,
 ) -> Looked:
     """Search for a page of messages that few rows match, within a time limit.
 
@@ -410,6 +468,7 @@ def look(
         txid: The transaction to begin with.
         limit: Maximum number of messages.
         seconds: Time after which no new stretch begins.
+        step: 1 to read in the order of transactions, -1 to read in the opposite order.
     """
     until = time.monotonic() + seconds
     rows: list[dict[str, Any]] = []
@@ -420,7 +479,7 @@ def look(
         if width and now >= until:
             return Looked(rows=rows, place=txid, before=sent_at)
         width = width or 1
-        after = str(int(txid) + width)
+        after = str(int(txid) + step * width)
         rows += within(txid, after, limit - len(rows))
         if len(rows) == limit:
             break
@@ -437,6 +496,11 @@ def wider(width: int, took: float, left: float) -> int:
     """
     in_time = int(width * left / max(took, LEAST_SECONDS))
     return max(1, min(GROWTH * width, in_time))
+
+
+def has_messages(connection: psycopg.Connection[Any]) -> bool:
+    """Return whether the outbox has any message."""
+    return bool(fetch(connection, ANY_MESSAGE)[0][0])
 
 
 def details(

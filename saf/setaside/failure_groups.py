@@ -158,7 +158,7 @@ def failure_groups(
     if newest is not None:
         rows = fetch(connection, kind.sql(BEYOND), {"newest": newest})
         beyond = rows[0][0] if rows else None
-        chosen = replace(chosen, after=max(beyond or 0, chosen.after or 0))
+        chosen = replace(chosen, beyond=max(beyond or 0, chosen.beyond or 0))
     source = SOURCES[kind]
     # the kind's own names are in these texts, and in the rest
     statement = GROUPS.replace("{lanes}", source.lanes).replace("{found}", source.found)

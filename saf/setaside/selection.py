@@ -90,8 +90,11 @@ WHERE (%(numbers)s::bigint[] IS NULL OR {number} = ANY (%(numbers)s))
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
   AND (%(service)s::text IS NULL OR to_service = %(service)s)
   AND (%(key)s::text IS NULL OR key = %(key)s)
+  AND (%(key_contains)s::text IS NULL OR strpos(lower(key), lower(%(key_contains)s)) > 0)
   AND (%(before)s::timestamptz IS NULL OR {since} < %(before)s)
-  AND (%(after)s::bigint IS NULL OR {number} > %(after)s)
+  AND (%(after)s::bigint IS NULL
+       OR CASE WHEN %(newest_first)s THEN {number} < %(after)s ELSE {number} > %(after)s END)
+  AND (%(beyond)s::bigint IS NULL OR {number} > %(beyond)s)
   AND (%(through)s::bigint IS NULL OR {number} <= %(through)s)
   {criteria}
 """
@@ -101,7 +104,7 @@ SELECT {{number}}, s.name AS subscription, destination, {{since}}, message_id,
        left(to_service, {SHOWN}) AS service, left(key, {SHOWN}) AS key,
        left(message_type, {SHOWN}) AS message_type, octet_length(body) AS bytes,
        {{columns}}, {{stays}} AS stays
-{{chosen}} ORDER BY {{number}} LIMIT %(limit)s
+{{chosen}} ORDER BY {{number}} $order LIMIT %(limit)s
 """
 COUNT = f"""
 WITH {TAKEN}
@@ -113,6 +116,7 @@ FROM (SELECT {{number}} AS number, {{stays}} AS stays,
 GROUP BY 1 ORDER BY 1
 """
 LAST = "SELECT coalesce(max({number}), 0) FROM {table}"
+EVERY = "SELECT count(*) FROM (SELECT FROM {table} LIMIT %(most)s) AS counted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +166,17 @@ class Selection(Generic[Row]):
     destination: str | None = None
     service: str | None = None
     key: str | None = None
+    key_contains: str | None = None
+    """A part of the key, case-insensitive."""
     group: str | None = None
     """The id of a failure group; see `saf.setaside.fingerprint`."""
     before: datetime | None = None
     after: int | None = None
-    """Only those with greater numbers: the next page."""
+    """Only those with greater numbers, or with lower ones if ``newest_first``: the next page."""
+    newest_first: bool = False
+    """List in the opposite order."""
+    beyond: int | None = None
+    """Only those with greater numbers, in either order."""
     through: int | None = None
     """Only those up to this number, without messages set aside later."""
 
@@ -200,12 +210,13 @@ class Selection(Generic[Row]):
     def rows(
         self, connection: psycopg.Connection[Any], limit: int | None = 100, *, to: str | None = None
     ) -> list[Row]:
-        """Return the chosen messages, in the order of their numbers.
+        """Return the chosen messages, in the order of their numbers; see also ``newest_first``.
 
         ``stays`` is set for a redirection ``to`` a destination, or for other decisions.
         """
         with psycopg.Cursor(connection, row_factory=class_row(self.ROW)) as cursor:
-            return cursor.execute(self.sql(LIST), self.params(limit, to)).fetchall()
+            statement = self.sql(LIST).replace("$order", "DESC" if self.newest_first else "ASC")
+            return cursor.execute(statement, self.params(limit, to)).fetchall()
 
     def page(
         self, connection: psycopg.Connection[Any], limit: int | None, *, to: str | None = None
@@ -222,6 +233,11 @@ class Selection(Generic[Row]):
     ) -> Counted:
         """Count the chosen messages, up to ``most``, in the order of their numbers."""
         return Counted.of(fetch(connection, self.sql(COUNT), self.params(most + 1, to)))
+
+    @classmethod
+    def every(cls, connection: psycopg.Connection[Any], most: int) -> int:
+        """Count all messages of the kind, up to ``most``."""
+        return int(fetch(connection, cls.sql(EVERY), {"most": most})[0][0])
 
     def until_now(self, connection: psycopg.Connection[Any]) -> Self:
         """Return the selection without messages that are set aside from now on."""
@@ -360,6 +376,8 @@ class ParkedMessages(Selection[ParkedMessage]):
     waits_for: str | None = None
     """What they wait for; see `saf.setaside.lane.WaitsFor`."""
     subject: str | None = None
+    subject_contains: str | None = None
+    """A part of the subject, case-insensitive."""
 
     WORD = "parked message"
     DECISIONS = ("redirect", "discard")
@@ -372,6 +390,8 @@ class ParkedMessages(Selection[ParkedMessage]):
   AND (%(lane)s::text IS NULL OR kind = %(lane)s)
   AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)
+  AND (%(subject_contains)s::text IS NULL
+       OR strpos(lower(subject), lower(%(subject_contains)s)) > 0)
   AND {PARKED_GROUP}"""
     STAYS = f"""
 CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'

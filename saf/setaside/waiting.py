@@ -83,6 +83,8 @@ class Lanes:
     waits_for: str | None = None
     """What their messages wait for; see `saf.setaside.lane.WaitsFor`."""
     subject: str | None = None
+    subject_contains: str | None = None
+    """A part of the subject, case-insensitive."""
     group: str | None = None
     """The id of a failure group; see `saf.setaside.fingerprint`."""
 
@@ -139,6 +141,8 @@ FROM (SELECT * FROM (
             AND (%(lane)s::text IS NULL OR w.kind = %(lane)s)
             AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
             AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)
+            AND (%(subject_contains)s::text IS NULL
+                 OR strpos(lower(w.subject), lower(%(subject_contains)s)) > 0)
             AND {PARKED_GROUP}) AS every
       WHERE %(after)s::text[] IS NULL OR ({PLACE})
             > ({", ".join(f"(%(after)s::text[])[{n}]::{t}" for n, t in enumerate(PLACE_TYPES, 1))})
@@ -156,6 +160,8 @@ OF_LANES = f"""
   AND (%(lane)s::text IS NULL OR kind = %(lane)s)
   AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)
+  AND (%(subject_contains)s::text IS NULL
+       OR strpos(lower(subject), lower(%(subject_contains)s)) > 0)
   AND (%(subscription)s::text IS NULL OR subscription_id IN (
       SELECT subscription_id FROM saf.subscription WHERE name = %(subscription)s))
 """

@@ -69,6 +69,7 @@ def application(settings: Settings, *, write: bool) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        site.pulse.start()  # so that the charts have a past when somebody looks
         yield
         await run_in_threadpool(site.close)
 
@@ -132,7 +133,13 @@ def _endpoint(site: Site, page: Page, *, operates: bool) -> Endpoint:
 
 async def _problem(visit: Visit, status: int, reason: str) -> Response:
     return await run_in_threadpool(
-        lambda: visit.page("problem.html", status=status, number=status, why=reason)
+        lambda: visit.page(
+            "problem.html",
+            status=status,
+            number=status,
+            why=reason,
+            changes=visit.request.method == "POST",
+        )
     )
 
 

@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import count
 from typing import Any, Literal
+from uuid import UUID
 
 from saf.config import Broker
 from saf.database import check_schema, unavailable_if_lost
@@ -27,12 +29,24 @@ KEPT = 100
 """Number of jobs to remember."""
 AT_ONCE = 4
 """Jobs that run at a time; others wait."""
+NAMED = 10
+"""Messages of a broker that a job names."""
 ENDING_SECONDS = 3.0
 """Time for chunks that have begun, at the end of the process."""
 
 log = Log("saf.ui")
 
 State = Literal["waiting", "running", "done", "cancelled", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A message of a decision, as it was before."""
+
+    number: int
+    key: str | None
+    message_id: UUID
+    created_at: datetime
 
 
 @dataclass(kw_only=True)
@@ -42,6 +56,8 @@ class Job:
     number: int
     what: str
     """Action of the job, e.g. "retry"."""
+    action: str
+    """The same without the destination."""
     person: str
     why: str
     about: Mapping[str, Selection[Any]]
@@ -51,6 +67,8 @@ class Job:
     ended: float | None = None
     done: dict[str, int] = field(default_factory=dict)
     """Number of processed messages, by broker."""
+    first: dict[str, list[Named]] = field(default_factory=dict)
+    """The first processed messages, by broker."""
     errors: dict[str, str] = field(default_factory=dict)
     state: State = "waiting"
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -99,6 +117,7 @@ class Jobs:
         job = Job(
             number=next(self._numbers),
             what=str(decision),
+            action=decision.action,
             person=person,
             why=why,
             about={name: chosen for name, (_, chosen) in about.items()},
@@ -151,6 +170,15 @@ class Jobs:
             broker.dsn.connect(role="dead", autocommit=True) as connection,
         ):
             check_schema(connection)
+            chosen = [
+                Named(
+                    number=getattr(row, job.about[name].NUMBER),
+                    key=row.key,
+                    message_id=row.message_id,
+                    created_at=row.created_at,
+                )
+                for row in job.about[name].rows(connection, NAMED)
+            ]
             for ids in in_chunks(
                 connection,
                 decision,
@@ -159,4 +187,7 @@ class Jobs:
                 person=job.person,
                 stop=job.stopping.is_set,
             ):
+                if name not in job.first:
+                    decided = {*ids}
+                    job.first[name] = [row for row in chosen if row.message_id in decided]
                 job.done[name] = job.done.get(name, 0) + len(ids)

@@ -1,7 +1,8 @@
 """The pulse: figures of all brokers, taken repeatedly while a page is open, and their drawing.
 
-The figures are those of `saf metrics` (`saf.operating.figures`), which are bounded at each broker.
-While no page is open, they are taken once a minute, so that the curves have a past.
+The figures are those of `saf metrics` (`saf.operating.figures`), which are bounded at each broker,
+and the traffic since the figures before (`saf.operating.traffic`). While no page is open, they are
+taken once a minute, so that the curves and the history (`saf.ui.history`) have a past.
 
 `drawn` shows brokers and destinations, with pending and parked messages between them.
 """
@@ -11,15 +12,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
 
 from saf.config import Settings
-from saf.operating.figures import asker
+from saf.operating.figures import Ask, asker
 from saf.operating.places import Places
+from saf.operating.traffic import meter
 from saf.operating.watch import Watch
 from saf.telemetry import metrics as m
 from saf.telemetry.metrics import Metric, Sample
+from saf.ui import history
+from saf.ui.beat import Beat
+from saf.ui.history import History
 
 EVERY_SECONDS = 3.0
 """Interval while a page is open."""
@@ -40,44 +48,38 @@ CURVES: Mapping[str, Metric] = {
 
 MOST = 12
 """Most brokers and destinations in the drawing; the tables show all."""
-ROW, TOP, LEFT, RIGHT, BOX = 46, 14, 10, 590, 200
+ROW, TOP = 46, 14
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beat:
-    """Figures of all brokers at one moment."""
+def both(settings: Settings) -> Ask:
+    """Return the function that asks one broker for its figures and its traffic."""
+    figures, traffic = asker(settings), meter()
 
-    samples: tuple[Sample, ...] = ()
-    down: Mapping[str, str] = field(default_factory=dict)
-    """Brokers that do not answer, with the reason."""
-    at: float = 0.0
-    """Time of the figures, by time.time(); 0 before the first."""
+    def ask(connection: psycopg.Connection[Any], name: str) -> list[Sample]:
+        found, passed = figures(connection, name), traffic(connection)
+        counts = (
+            (history.SENT, passed.sent),
+            (history.STORED, passed.stored),
+            (history.PARKED, passed.parked),
+            (history.DEAD, passed.dead),
+        )
+        return [
+            *found,
+            *(
+                Sample(metric=metric, labels=(name, service), value=float(messages))
+                for metric, by_service in counts
+                for service, messages in by_service.items()
+            ),
+        ]
 
-    @property
-    def clock(self) -> str:
-        """Time of the figures, for display."""
-        return time.strftime("%H:%M:%S", time.localtime(self.at))
-
-    def of(self, metric: Metric, *labels: str) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield the values of a metric, with the labels after those given."""
-        for sample in self.samples:
-            if sample.metric is metric and sample.labels[: len(labels)] == labels:
-                yield sample.labels[len(labels) :], float(sample.value)  # type: ignore[arg-type]
-
-    def total(self, metric: Metric, *labels: str) -> float:
-        """Return the sum of a metric's values."""
-        return sum(value for _, value in self.of(metric, *labels))
-
-    def most(self, metric: Metric, *labels: str) -> float | None:
-        """Return the greatest value of a metric; None if it has no values."""
-        return max((value for _, value in self.of(metric, *labels)), default=None)
+    return ask
 
 
 class Pulse:
     """Takes the figures in its own thread, from `start` to `stop`."""
 
     def __init__(self, settings: Settings, places: Places) -> None:
-        self._watch = Watch(places, asker(settings), patience_seconds=PATIENCE_SECONDS)
+        self._watch = Watch(places, both(settings), patience_seconds=PATIENCE_SECONDS)
         self._wanted = threading.Event()
         self._over = threading.Event()
         self._looked_at = float("-inf")
@@ -88,6 +90,7 @@ class Pulse:
         self.number = 0
         """Rises with each beat."""
         self.curves: dict[str, deque[float]] = {name: deque(maxlen=PAST) for name in CURVES}
+        self.history = History()
 
     @property
     def over(self) -> bool:
@@ -125,6 +128,7 @@ class Pulse:
             self.beat = Beat(samples=samples, down=dict(self._watch.down), at=time.time())
             for name, metric in CURVES.items():
                 self.curves[name].append(self.beat.total(metric))
+            self.history.add(self.beat)
             self.number += 1
             self._first.set()
             if self._over.wait(EVERY_SECONDS):
@@ -155,10 +159,34 @@ class Flow:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Places of the boxes, in the units of the drawing."""
+
+    name: str
+    box: int
+    """Width of a box."""
+    right: int
+    """Where the boxes of destinations begin."""
+    letters: int
+    """Letters of a name that a box has room for."""
+    left: int = 4
+
+    @property
+    def width(self) -> int:
+        """Width of the drawing."""
+        return self.left + self.box + self.right
+
+
+WIDE = Layout(name="wide", box=200, right=590, letters=22, left=10)
+NARROW = Layout(name="narrow", box=138, right=218, letters=14)
+"""For a phone, where the wide drawing would not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Drawing:
     """The drawing, in its own units."""
 
-    width: int
+    layout: Layout
     height: int
     sources: tuple[Node, ...]
     targets: tuple[Node, ...]
@@ -167,7 +195,7 @@ class Drawing:
     """Number of brokers that are left out."""
 
 
-def drawn(beat: Beat) -> Drawing | None:
+def drawn(beat: Beat, layout: Layout = WIDE) -> Drawing | None:
     """Return the drawing; None if it would be empty."""
     states: dict[tuple[str, str], str] = {
         (broker, destination): state
@@ -201,7 +229,7 @@ def drawn(beat: Beat) -> Drawing | None:
             waits, stuck = pending[broker, name], parked[broker, name]
             if state is None or not (waits or stuck or state != "up" or len(right) == 1):
                 continue
-            start, end = LEFT + BOX, RIGHT
+            start, end = layout.left + layout.box, layout.right
             half = (start + end) / 2
             y, z = at_left[broker], at_right[name]
             colour = {"down": "bad", "waiting": "warn"}.get(state, "good" if waits else "idle")
@@ -214,7 +242,7 @@ def drawn(beat: Beat) -> Drawing | None:
                 )
             )
     return Drawing(
-        width=LEFT + BOX + RIGHT,
+        layout=layout,
         height=height,
         sources=tuple(
             Node(

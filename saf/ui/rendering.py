@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -17,6 +18,7 @@ from saf.ui.redaction import error
 HERE = Path(__file__).parent
 TEMPLATES, STATIC = HERE / "templates", HERE / "static"
 WIDTH, HEIGHT = 120, 28
+LINES = 2
 NONE = Markup("-")
 
 
@@ -39,10 +41,35 @@ def environment() -> Environment:
         "name": name,
         "text": text,
         "error": error,
+        "folded": folded,
         "sparkline": sparkline,
         "ranges": ranges,
     }
     return templates
+
+
+SHORT, LONG = 90, 300
+"""Letters that fit into two lines of a phone, and of a desk."""
+
+
+def folded(value: object, place: object = "") -> Markup:
+    """Return the text of an error, folded to two lines if it is longer; a click unfolds it.
+
+    ``place`` names the row, so that a live page keeps what a visitor has unfolded.
+
+    >>> print(folded("no"))
+    no
+    """
+    shown_text = error(value)
+    lines = shown_text.count("\n") + 1
+    if lines <= LINES and len(shown_text) <= SHORT:
+        return escape(shown_text)
+    size = "long" if lines > LINES or len(shown_text) > LONG else "medium"
+    name = hashlib.blake2b(f"{place} {shown_text}".encode(errors="replace"), digest_size=8)
+    return Markup(
+        '<details class="fold {}" id="why-{}" hx-preserve><summary><span class="lines">{}</span>'
+        "</summary></details>"
+    ).format(size, name.hexdigest(), shown_text)
 
 
 def number(value: float | None) -> str:

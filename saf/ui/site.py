@@ -19,9 +19,10 @@ from saf.errors import ConfigurationError, UsageError
 from saf.operating.places import Places
 from saf.telemetry import metrics as m
 from saf.ui.access import Access, Visitor
+from saf.ui.beat import Beat
 from saf.ui.brokers import Brokers
 from saf.ui.jobs import Jobs
-from saf.ui.pulse import Beat, Pulse
+from saf.ui.pulse import Pulse
 from saf.ui.redaction import Redaction
 from saf.ui.rendering import environment
 
@@ -93,6 +94,7 @@ def navigation(beat: Beat, here: str) -> list[Link]:
 
 NAVIGATION = {
     "/": "Overview",
+    "/charts": "Charts",
     "/pending": "Pending",
     "/parked": "Parked",
     "/dead": "Dead letters",

@@ -134,10 +134,10 @@ def test_the_same_cause_has_the_same_group_at_another_broker(app: Dsn, mom: Dsn)
 class Noting(Decision):
     """A decision that notes after which number each chunk begins."""
 
-    after: list[int | None] = field(default_factory=list)
+    beyond: list[int | None] = field(default_factory=list)
 
     def held(self, connection: Any, chosen: Any, *arguments: Any, **options: Any) -> Any:
-        self.after.append(chosen.after)
+        self.beyond.append(chosen.beyond)
         return super().held(connection, chosen, *arguments, **options)
 
 
@@ -151,7 +151,7 @@ def test_a_decision_does_not_read_again_what_it_has_passed(app: Dsn) -> None:
         decision = Noting(action="discard")
         chunks = [*in_chunks(connection, decision, DeadLetters(group=group.group), "", chunk=1)]
         assert [len(ids) for ids in chunks] == [1, 1, 1]
-        assert decision.after == [None, first, second, third]
+        assert decision.beyond == [None, first, second, third]
 
 
 def test_with_a_bound_only_the_newest_are_grouped_and_the_answer_says_where_they_begin(
@@ -163,14 +163,14 @@ def test_with_a_bound_only_the_newest_are_grouped_and_the_answer_says_where_they
         found = failure_groups(connection, DeadLetters(), newest=4)
         assert found.beyond == numbers[1]
         assert {group.key for group in found.shown} == {"c", "d", "e", "f"}
-        chosen = DeadLetters(after=found.beyond, service="billing", reason="rejected")
-        assert keys(connection, after=found.beyond, service="billing", reason="rejected") == [
+        chosen = DeadLetters(beyond=found.beyond, service="billing", reason="rejected")
+        assert keys(connection, beyond=found.beyond, service="billing", reason="rejected") == [
             "c",
             "d",
         ]
         assert len(decide.discard(connection, chosen, "")) == 2
         assert failure_groups(connection, DeadLetters(), newest=6).beyond is None
-        further = DeadLetters(after=numbers[4])
+        further = DeadLetters(beyond=numbers[4])
         assert [group.key for group in failure_groups(connection, further, newest=6).shown] == ["f"]
 
 

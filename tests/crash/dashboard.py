@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tests.crash.rounds import Round, Started
 
 PAGES = (
+    "/charts",
     "/pending",
     "/outbox",
     "/parked",

@@ -15,13 +15,20 @@ import pytest
 
 from saf.config import Settings
 from saf.database import Dsn
+from saf.telemetry import metrics as m
+from saf.telemetry.metrics import Sample
+from saf.ui import history
+from saf.ui.beat import Beat
+from saf.ui.history import History
 from saf.ui.pages import PAGES
 from tests import dialogs
 from tests.dashboard import Dashboard, dashboard
+from tests.destinations import NOWHERE
 from tests.pages import page as page_of_docs
 from tests.pipeline import bodies, connect, new_member, run, send
 from tests.ui.browsing import DESK, PHONE, accessible, go, picture, slow_down, visiting
 from tests.ui.conftest import ORDER, REFUSE
+from tests.ui.dead_letters import LETTER
 from tests.waits import until
 
 if TYPE_CHECKING:
@@ -35,6 +42,46 @@ READ = sorted(
     if not one.changes and "{" not in path and path not in ("/nav", "/dialog")
 )
 HOSTILE = "<img src=x onerror=alert(1)><script>window.owned=1</script>\u202e'\"{{7*7}}"
+
+
+def a_past_of_an_hour(there: Dashboard) -> None:
+    """Let the dashboard have seen an hour of a shop, in which a store was down for a while."""
+    now = time.time()
+    past = History()
+    for minute in range(60):
+        down = 30 <= minute < 42
+        backlog = 40.0 * (minute - 29) if down else max(0.0, 480.0 - 90 * (minute - 41))
+        samples = [
+            Sample(
+                metric=m.PENDING,
+                labels=("shop", "mom", "billing"),
+                value=backlog + 3 if minute >= 30 else 3.0,
+            ),
+            Sample(
+                metric=m.OLDEST_PENDING,
+                labels=("shop", "mom", "billing"),
+                value=60.0 * (minute - 29) if down else 4.0,
+            ),
+            Sample(metric=m.UNREAD, labels=("mom", "billing"), value=8 + minute % 7),
+            Sample(metric=m.LAG, labels=("mom", "inbox", "billing"), value=6 + minute % 5),
+        ]
+        for service, rate in (("billing", 40), ("mail", 9), ("shipping", 21)) if minute else ():
+            sent = rate + minute % 6
+            stored = 0 if down else sent * 1.8 if 42 <= minute < 47 else sent
+            samples += [
+                Sample(metric=history.SENT, labels=("shop", service), value=sent),
+                Sample(metric=history.STORED, labels=("mom", service), value=round(stored)),
+            ]
+        if minute in (31, 32, 35, 50):
+            samples += [
+                Sample(metric=history.PARKED, labels=("shop", "billing"), value=minute - 28),
+                Sample(metric=history.DEAD, labels=("shop", "mail"), value=2),
+            ]
+        at = now - 60 * (60 - minute)
+        past.add(Beat(samples=tuple(samples), at=at, down={"mom": ""} if down else {}))
+    kept = there.site.pulse.history
+    kept._points.extendleft(reversed(past.points()))
+    kept.since = now - 7200
 
 
 def bold(section: str) -> list[str]:
@@ -108,6 +155,106 @@ def test_every_page_is_accessible_and_fits_a_phone(
                 picture(page, "phone", tmp_path)
             page.set_viewport_size(DESK)
     assert problems == {}
+
+
+LONG = "violates check constraint amount_is_positive; failing row contains nothing useful. " * 9
+CLIPPED = """
+() => [...document.querySelectorAll("main .why, main .fold, main .cards td, main svg.narrow text")]
+    .filter(one => one.checkVisibility() && !one.closest("thead") && one.innerHTML !== "")
+    .map(one => [one.getBoundingClientRect(), one.textContent.trim().slice(0, 40)])
+    .filter(([box, text]) => box.left < 0 || box.right > document.documentElement.clientWidth)
+    .map(([box, text]) => `${text} from ${box.left} to ${box.right}`)
+"""
+HIDDEN_TAB = """
+() => {
+    const box = document.querySelector("#nav [aria-current]").getBoundingClientRect();
+    return box.left < 0 || box.right > document.documentElement.clientWidth || box.bottom > 844;
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("orders")
+def test_a_phone_shows_errors_flows_and_the_present_tab_without_scrolling_sideways(
+    chromium: Browser, there: Dashboard, app: Dsn, tmp_path: Path
+) -> None:
+    with connect(app) as connection:
+        connection.execute(LETTER.replace("'no'", "%s"), [LONG, 2])
+        connection.execute("INSERT INTO saf.route (service, destination) VALUES ('mail', 'gone')")
+        connection.execute(
+            "INSERT INTO saf.outbox (to_service, key, body) VALUES ('mail', 'm', '')"
+        )
+    run(app, mom=NOWHERE)
+    with connect(app) as connection:
+        connection.execute("UPDATE saf.backoff SET error = %s", [LONG])
+    pages = (
+        *("/", "/dead", "/dead/groups", "/parked", "/parked/messages", "/parked/messages/groups"),
+        *("/outbox", "/charts", "/audit", "/jobs"),
+    )
+    problems: dict[str, object] = {}
+    with visiting(chromium, there, viewport=PHONE) as page:
+        page.wait_for_selector("#tile-dead .value >> text=6")
+        assert page.locator("svg.flows:visible").count() == 1
+        ends = page.locator("svg.flows:visible .node").all_text_contents()
+        assert any("shop" in one for one in ends)
+        assert any("mom" in one for one in ends)
+        for path in pages:
+            go(page, there, path)
+            page.wait_for_selector("main h1")
+            if (clipped := page.evaluate(CLIPPED)) or page.evaluate(HIDDEN_TAB):
+                problems[path] = clipped
+        go(page, there, "/dead?newest=yes")
+        page.locator("tbody").evaluate("one => one.scrollIntoView()")
+        picture(page, "dead-phone", tmp_path)
+    assert problems == {}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("orders")
+def test_a_click_unfolds_a_long_error_and_a_live_page_leaves_it_so(
+    chromium: Browser, there: Dashboard, app: Dsn
+) -> None:
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.outbox (to_service, key, body) VALUES ('mail', 'm', '')"
+        )
+        connection.execute("INSERT INTO saf.route (service, destination) VALUES ('mail', 'gone')")
+    run(app, mom=NOWHERE)
+    with connect(app) as connection:
+        connection.execute("UPDATE saf.backoff SET error = %s", [LONG])
+    with visiting(chromium, there, "/parked") as page:
+        fold = page.locator(".fold.long")
+        height = fold.locator(".lines").evaluate("one => one.clientHeight")
+        fold.locator("summary").click()
+        assert fold.locator(".lines").evaluate("one => one.clientHeight") > height
+        with connect(app) as connection:
+            connection.execute("UPDATE saf.backoff SET attempts = 77")
+        page.wait_for_selector("td >> text=77")  # the page has been fetched again
+        assert fold.get_attribute("open") is not None
+        fold.locator("summary").press("Enter")
+        assert fold.get_attribute("open") is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("orders")
+def test_charts_are_drawn_while_figures_come_in(
+    chromium: Browser,
+    there: Dashboard,
+    app: Dsn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(history, "STEP_SECONDS", 0.5)
+    with visiting(chromium, there, "/charts") as page:
+        with connect(app) as connection:
+            for number in range(3):
+                send(connection, "x", key=f"k{number}")
+        page.wait_for_selector(".legend >> text=not forwarded 3")
+        page.wait_for_selector("#services tbody tr")
+        a_past_of_an_hour(there)
+        page.wait_for_selector("#services .spark polyline")
+        assert accessible(page) == []
+        picture(page, "charts", tmp_path)
 
 
 @pytest.mark.slow

@@ -38,7 +38,8 @@ INSERT INTO saf.parked
 SELECT subscription_id, 'key', subject, 7, 7, 1, 7, 's', subject, ''
 FROM saf.subscription, (VALUES ('A-1'), ('A-2'), ('A-3')) AS v (subject) WHERE name = 'reader';
 """
-ROW = re.compile(r'<th scope="row" class="n"><a href="([^"]+)"[^>]*>(\d+)</a>')
+CHOSEN = r'name="id" value="([^"]+)"'
+ROW = re.compile(r'<th scope="row" class="n"[^>]*><a href="([^"]+)"[^>]*>(\d+)</a>')
 
 
 @pytest.fixture
@@ -72,8 +73,15 @@ def test_a_row_leads_to_the_messages_of_its_group(there: Dashboard) -> None:
     (link, count), (_, one) = links(visitor, "/dead/groups")
     assert (count, one) == ("2", "1")
     assert link.startswith("/dead?broker=shop&group=")
-    assert len(re.findall(r'name="id" value="([^"]+)"', visitor.get(link).text)) == 2
+    assert len(re.findall(CHOSEN, visitor.get(link).text)) == 2
     assert '"/dead/groups' in visitor.get("/dead").text
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_filter_without_groups_says_so(there: Dashboard) -> None:
+    page = there.client().get("/dead/groups", params={"service": "mail"}).text
+    assert "No group matches the filter." in page
+    assert "No message waits for an operator." not in page
 
 
 @pytest.mark.usefixtures("letters")
@@ -107,7 +115,9 @@ def test_of_a_large_backlog_the_page_says_what_it_has_grouped_and_decides_about_
     assert [count for _, count in links(visitor, "/dead/groups")] == ["1", "1"]
     (link,) = [link for link, _ in links(visitor, "/dead/groups")][1:]
     shown = visitor.get(link).text
-    assert len(re.findall(r'name="id" value="([^"]+)"', shown)) == 1
+    assert len(re.findall(CHOSEN, shown)) == 1
+    newest = visitor.get(f"{link}&newest=yes").text
+    assert re.findall(CHOSEN, newest) == re.findall(CHOSEN, shown)
     form = fields(shown, "/dead/confirm") | {"matching": "yes", "action": "discard"}
     confirm = visitor.form("/dead", "/dead/confirm", form)
     job = visitor.form("/dead", "/dead/decide", fields(confirm.text, "/dead/decide"))

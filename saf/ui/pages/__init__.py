@@ -25,6 +25,7 @@ class Page:
 PAGES: Mapping[str, Page] = {
     "/": Page(page=overview.overview),
     "/nav": Page(page=overview.nav),
+    "/charts": Page(page=overview.charts),
     "/pending": Page(page=overview.pending),
     "/outbox": Page(page=messages.sent),
     "/message": Page(page=messages.message),

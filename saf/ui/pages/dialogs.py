@@ -21,29 +21,42 @@ MOST = 60
 
 
 def list_(visit: Visit) -> Response:
-    """Show the ends of conversations, the oldest first."""
+    """Show the ends of conversations, by the time when they began."""
     broker, service, state = visit.given("broker"), visit.given("service"), visit.given("state")
+    newest_first = bool(visit.given("newest"))
     rows = ROWS if broker else ROWS_OF_EACH
     after = place_at(visit.given("after")) if broker else None
     answers = visit.site.brokers.ask(
         lambda connection: page(
-            connection, rows, service=service, states=[state] if state else None, after=after
+            connection,
+            rows,
+            service=service,
+            states=[state] if state else None,
+            after=after,
+            newest_first=newest_first,
         ),
         [broker] if broker else None,
     )
     found = answers.found
     shown = [(name, endpoint) for name, listing in found.items() for endpoint in listing.shown]
-    shown.sort(key=lambda row: row[1].created_at)
+    shown.sort(key=lambda row: row[1].created_at, reverse=newest_first)
     more = sorted(name for name, listing in found.items() if listing.next)
+    every = 0
+    if not shown and (service or state):
+        counts = visit.site.brokers.ask(lambda one: page(one, ROWS), [broker] if broker else None)
+        every = sum(len(listing.shown) for listing in counts.found.values())
     return visit.page(
         "dialogs.html",
         title="Dialogs",
         rows=shown,
+        every=every,
+        most=ROWS,
         more=more,
         last=found[broker].next if broker and broker in found else None,
         broker=broker,
         service=service,
         state=state,
+        newest=newest_first,
         states=[*State],
         errors=answers.errors,
     )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from itertools import groupby
 from typing import Any
 from uuid import UUID
 
@@ -14,10 +16,10 @@ import psycopg
 from starlette.responses import Response
 
 from saf.config import TRACE_ID
-from saf.errors import UsageError
+from saf.errors import TookTooLong, UsageError
 from saf.operating import journey, outbox
 from saf.operating.journey import Stay, Stored
-from saf.operating.outbox import STATES, SentPage, Wanted
+from saf.operating.outbox import STATES, Place, SentPage, Wanted
 from saf.ui.brokers import PATIENCE_SECONDS
 from saf.ui.redaction import LARGEST_BYTES, Redaction
 from saf.ui.site import Visit, moment_of
@@ -28,7 +30,9 @@ OUTBOX_SECONDS = PATIENCE_SECONDS / 2
 OUTBOX_LOOK_SECONDS = 0.08
 """Time to search an outbox for one page."""
 FURTHER_SECONDS = 0.5
-"""Time to search if the user asks to look further."""
+"""Time to search if nothing was found, or if the user asks to look further."""
+LONGER_SECONDS = 8.0
+"""Bound of a statement, and of the wait for it, if the user asks for a page that takes long."""
 
 
 def sent(visit: Visit) -> Response:
@@ -40,36 +44,62 @@ def sent(visit: Visit) -> Response:
     state = visit.given("state")
     if state is not None and state not in STATES:
         raise UsageError(f"unknown state {state!r}, only {', '.join(STATES)}")
+    key, exact = visit.given("key"), bool(visit.given("exact"))
     wanted = Wanted(
         state=state,
         service=visit.given("service"),
-        key=visit.given("key"),
+        key=key if exact else None,
+        key_contains=None if exact else key,
         since=moment_of(visit.given("since")),
         until=moment_of(visit.given("until")),
     )
+    newest_first, longer = bool(visit.given("newest")), bool(visit.given("longer"))
     after = outbox.place_at(visit.given("after"), state)
-    look_seconds = FURTHER_SECONDS if visit.given("further") else OUTBOX_LOOK_SECONDS
+    further = bool(visit.given("further"))
 
-    def page(connection: psycopg.Connection[Any]) -> SentPage:
+    def look(connection: psycopg.Connection[Any], place: Place | None, seconds: float) -> SentPage:
         return outbox.messages(
             connection,
             wanted,
-            after=after,
+            after=place,
             limit=ROWS,
-            seconds=OUTBOX_SECONDS,
-            look_seconds=look_seconds,
+            seconds=LONGER_SECONDS if longer else OUTBOX_SECONDS,
+            look_seconds=seconds,
+            newest_first=newest_first,
         )
 
-    answers = visit.site.brokers.ask(page, [broker])
+    def page(connection: psycopg.Connection[Any]) -> tuple[SentPage, bool]:
+        """Return the page, and whether the outbox has any message."""
+        found = look(connection, after, FURTHER_SECONDS if further else OUTBOX_LOOK_SECONDS)
+        if not found.shown and found.before is not None and not further:
+            found = look(connection, outbox.place_at(found.next, state), FURTHER_SECONDS)
+        return found, bool(found.shown) or outbox.has_messages(connection)
+
+    answers = visit.site.brokers.ask(page, [broker], seconds=LONGER_SECONDS if longer else None)
+    found, any_message = answers.found.get(broker, (None, False))
+    took_too_long = isinstance(answers.errors.get(broker), TookTooLong)
+    filled = {
+        "state": state,
+        "service": wanted.service,
+        "key": key,
+        "exact": "yes" if exact else None,
+        "since": visit.given("since"),
+        "until": visit.given("until"),
+    }
     return visit.page(
         "outbox.html",
         title="Outbox",
         broker=broker,
         sources=sources,
         states=STATES,
-        wanted=wanted,
-        found=answers.found.get(broker),
-        errors=answers.errors,
+        fields={"broker": broker, **filled, "newest": "yes" if newest_first else None},
+        filled={name: value for name, value in filled.items() if value and name != "exact"},
+        after=visit.given("after"),
+        found=found,
+        any_message=any_message,
+        longer=longer,
+        took_too_long=took_too_long,
+        errors={} if took_too_long else answers.errors,
         known=broker in visit.site.brokers.names(),
     )
 
@@ -83,11 +113,57 @@ LOOK_SECONDS = 0.08
 """Time to search a broker's logs for one page."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """A part of a message's path."""
+
+    at: datetime
+    kind: str
+    where: str
+    """The broker."""
+    what: Any
+    """A part of the broker's `saf.operating.journey.Stay`; for attempts, a list."""
+
+
+RANK = ("sent", "stored", "reading", "attempts", "aside", "decided")
+"""Order of events of the same moment."""
+
+
+def timeline(stays: Mapping[str, Stay]) -> list[Event]:
+    """Return the path of a message through all brokers in the order of time.
+
+    A subscription's progress has no time of its own, so it follows the arrival. Attempts that
+    follow each other are one event.
+    """
+    events: list[tuple[datetime, str, str, Any]] = []
+    for where, stay in stays.items():
+        if stay.sent is not None:
+            events.append((stay.sent.message.created_at, "sent", where, stay.sent))
+        if stay.stored is not None:
+            at = stay.stored.received_at
+            events.append((at, "stored", where, stay.stored))
+            events += [(at, "reading", where, one) for one in stay.readings]
+        events += [(one.at, "attempts", where, one) for one in stay.attempts]
+        events += [(one.since, "aside", where, one) for one in stay.aside]
+        events += [(one.audit_at, "decided", where, one) for one in stay.decided]
+    events.sort(key=lambda event: (event[0], RANK.index(event[1])))
+    found = []
+    for (kind, where), group in groupby(events, key=lambda event: (event[1], event[2])):
+        same = [*group]
+        if kind == "attempts":
+            tried = [what for *_, what in same]
+            found.append(Event(at=same[0][0], kind=kind, where=where, what=tried))
+        else:
+            found += [Event(at=at, kind=kind, where=where, what=what) for at, *_, what in same]
+    return found
+
+
 def message(visit: Visit) -> Response:
     """Show where a message is in all brokers, or the form to ask for one."""
     given, about = visit.given("id"), moment_of(visit.given("at"))
     if given is None:
         return visit.page("message.html", title="Message", wanted=None, about=None)
+    longer = bool(visit.given("longer"))
     try:
         wanted = UUID(given)
     except ValueError:
@@ -103,7 +179,7 @@ def message(visit: Visit) -> Response:
             wanted,
             about=about,
             places=local,
-            seconds=SECONDS,
+            seconds=LONGER_SECONDS if longer else SECONDS,
             look_seconds=LOOK_SECONDS,
         )
         if not show_body or found.size is None or found.size > LARGEST_BYTES:
@@ -111,7 +187,8 @@ def message(visit: Visit) -> Response:
         return found, journey.body(connection, found)
 
     answers = visit.site.brokers.ask_each(
-        {name: partial(ask, places.get(name, {})) for name in visit.site.brokers.names()}
+        {name: partial(ask, places.get(name, {})) for name in visit.site.brokers.names()},
+        seconds=LONGER_SECONDS if longer else None,
     )
     stays = {name: local for name, (local, _) in answers.found.items()}
     known = {name: local for name, local in stays.items() if not local.nothing}
@@ -124,7 +201,9 @@ def message(visit: Visit) -> Response:
         title="Message",
         wanted=wanted,
         about=about,
-        known=dict(sorted(known.items(), key=lambda one: one[1].sent is None)),
+        known=known,
+        timeline=timeline(dict(sorted(known.items(), key=lambda one: one[1].sent is None))),
+        took_too_long=any(isinstance(one, UsageError) for one in answers.errors.values()),
         unfinished={name: local.unfinished for name, local in stays.items() if local.unfinished},
         further=_further(stays, about, created),
         headers=headers,

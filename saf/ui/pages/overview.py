@@ -1,15 +1,19 @@
-"""The overview and pending messages, from the last figures, so that no page waits for a broker."""
+"""The overview, charts and pending messages, from the figures, so no page waits for a broker."""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.responses import Response
 
 from saf.telemetry import metrics as m
-from saf.ui.pulse import Beat, drawn
+from saf.ui.beat import Beat
+from saf.ui.charts import CHARTS, chart, clock
+from saf.ui.history import HOUR_SECONDS, Point
+from saf.ui.pulse import NARROW, drawn
 from saf.ui.site import LIVE, Visit, navigation
 
 
@@ -75,7 +79,7 @@ def overview(visit: Visit) -> Response:
         brokers=brokers,
         destinations=targets,
         endpoints=endpoints(beat),
-        flows=drawn(beat),
+        drawings=[one for one in (drawn(beat), drawn(beat, NARROW)) if one is not None],
         curves={name: [*values] for name, values in visit.site.pulse.curves.items()},
         totals={
             "pending": beat.total(m.PENDING),
@@ -86,6 +90,60 @@ def overview(visit: Visit) -> Response:
             "lag": beat.most(m.LAG),
         },
     )
+
+
+MOST_ROWS = 12
+"""Services with small charts on a page, unless a visitor asks for all."""
+
+
+def charts(visit: Visit) -> Response:
+    """Show the last hour as charts: of all services together and one by one, or of one service."""
+    beat, history = visit.beat, visit.site.pulse.history
+    points, services = history.points(), history.services()
+    service = visit.given("service")
+    now = beat.at or time.time()
+    shown = services if visit.given("all") else services[:MOST_ROWS]
+    since = history.since
+    return visit.page(
+        "charts.html",
+        title="Charts",
+        live=LIVE,
+        service=service,
+        services=services,
+        charts=[chart(kind, points, service, now) for kind in CHARTS],
+        rows=[] if service else [(one, Row.of(points, one)) for one in shown],
+        more=len(services) - len(shown),
+        as_tables=visit.given("table"),
+        since=None if since is None or since < now - HOUR_SECONDS else clock(since),
+        silent=any(point.down for point in points),
+        clock=clock,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One service in the table of charts: its present numbers, and their curves."""
+
+    waiting: Sequence[float]
+    oldest: Sequence[float]
+    per_minute: Sequence[float]
+    """The greater of sent and stored messages, where the time is long enough to tell."""
+    failures: Sequence[float]
+
+    @classmethod
+    def of(cls, points: Sequence[Point], service: str) -> Row:
+        """Return the row of a service."""
+        numbers = [point.numbers(service) for point in points]
+        return cls(
+            waiting=[one.pending + one.unread for one in numbers],
+            oldest=[max(one.oldest, one.lag) for one in numbers],
+            per_minute=[
+                rate
+                for point, one in zip(points, numbers, strict=True)
+                if (rate := point.per_minute(max(one.sent, one.stored))) is not None
+            ],
+            failures=[one.failures for one in numbers],
+        )
 
 
 def nav(visit: Visit) -> Response:
@@ -147,9 +205,17 @@ def destinations(beat: Beat) -> list[DestinationRow]:
     ]
 
 
+ENDPOINT_STATES = {"closed": "up", "open": "down"}
+"""States of an endpoint's circuit breaker, in words that name the endpoint's own state."""
+
+
 def endpoints(beat: Beat) -> Mapping[tuple[str, str], str]:
     """Return the state of each endpoint, by broker and name."""
-    return {(broker, name): state for (broker, name, state), flag in beat.of(m.ENDPOINTS) if flag}
+    return {
+        (broker, name): ENDPOINT_STATES.get(state, state)
+        for (broker, name, state), flag in beat.of(m.ENDPOINTS)
+        if flag
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +255,13 @@ def pending(visit: Visit) -> Response:
         if log == "inbox" and wanted["broker"] in (None, broker)
     ]
     lags.sort(key=lambda one: (-one[3], one[0], one[2]))
+    every = 0 if found else round(beat.total(m.PENDING, *filter(None, [wanted["broker"]])))
     return visit.page(
-        "pending.html", title="Pending", live=LIVE, rows=found, lags=lags, wanted=wanted
+        "pending.html",
+        title="Pending",
+        live=LIVE,
+        rows=found,
+        every=every,
+        lags=lags,
+        wanted=wanted,
     )

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import psycopg
@@ -35,14 +36,20 @@ LANES = 25
 LANES_OF_ONE = 50
 MOST_OF_A_LANE = 10_000
 """Most messages of a lane to count."""
-LANE_FIELDS = ("subscription", "destination", "lane", "subject", "group")
+LANE_FIELDS = ("subscription", "destination", "lane", "subject", "subject_contains", "group")
+MOST_OF_EVERY = 100_000
+"""Most messages to count where a filter matches none."""
 
 
 def lanes(visit: Visit) -> Response:
     """Show the waiting lanes."""
     found, errors = _found(visit)
-    broker = visit.given("broker")
+    broker, wanted = visit.given("broker"), _lanes(visit)
     page = found.get(broker or "")
+    every = 0
+    if not found and wanted != Lanes():
+        answers = visit.site.brokers.ask(lambda one: parked(one, 1, most=1), _brokers(visit))
+        every = sum(one.lanes for one in answers.found.values())
     return visit.page(
         "parked.html",
         title="Parked",
@@ -51,7 +58,9 @@ def lanes(visit: Visit) -> Response:
         errors=errors,
         kinds=[*Kind],
         most=MOST_OF_A_LANE,
-        wanted=_lanes(visit),
+        every=every,
+        wanted=wanted,
+        fields=asdict(wanted),
         broker=broker,
         after=page.next if page else None,
     )
@@ -67,8 +76,7 @@ def confirm_retry(visit: Visit) -> Response:
         found={name: counted.tried for name, counted in answers.found.items() if counted.tried},
         others=sum(counted.others for counted in answers.found.values()),
         errors=answers.errors,
-        wanted=wanted,
-        broker=visit.given("broker"),
+        fields=asdict(wanted) | {"broker": visit.given("broker")},
     )
 
 
@@ -114,6 +122,8 @@ ROWS_OF_EACH = 10
 """Messages to show per broker while no broker is chosen."""
 MOST = 1_000_000
 """Most messages to count before a decision."""
+ROWS_TO_CONFIRM = 10
+"""Messages of a broker to name before a decision."""
 GROUPS = 50
 """Failure groups to show per broker."""
 GROUPED = 20_000
@@ -121,6 +131,10 @@ GROUPED = 20_000
 MORE_FIELDS = ("group", "before", "beyond")
 """Criteria of the filters of both kinds; ``beyond`` is a number: only messages with greater ones.
 A large backlog is grouped beyond a number, and a decision about a group concerns the same part."""
+IN_WORDS = MappingProxyType(
+    {"subject_contains": "subject", "group": "failure group", "beyond": "number above"}
+)
+"""Criteria whose names are not words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,24 +154,34 @@ class SetAside:
 
     def messages(self, visit: Visit) -> Response:
         """Show messages, in the order in which they were set aside."""
-        broker = visit.given("broker")
-        wanted = self._wanted(visit)
-        if visit.given("after"):
-            wanted = wanted.going_on(visit.given("after"))
+        broker, newest_first = visit.given("broker"), bool(visit.given("newest"))
+        criteria = self._wanted(visit)
+        wanted = replace(criteria, newest_first=newest_first).going_on(visit.given("after"))
         rows = ROWS if broker else ROWS_OF_EACH
-        answers = visit.site.brokers.ask(
-            lambda connection: wanted.page(connection, rows), [broker] if broker else None
-        )
+        brokers = [broker] if broker else None
+        answers = visit.site.brokers.ask(lambda one: wanted.page(one, rows), brokers)
         pages = answers.found
         shown = [(name, row) for name, page in pages.items() for row in page.shown]
         if broker is None:
-            shown.sort(key=lambda found: getattr(found[1], self.kind.SINCE))
+            shown.sort(key=lambda found: getattr(found[1], self.kind.SINCE), reverse=newest_first)
+        every = 0
+        if not shown and criteria != self.kind():
+            counts = visit.site.brokers.ask(
+                lambda one: self.kind.every(one, MOST_OF_EVERY), brokers
+            )
+            every = sum(counts.found.values())
         return visit.page(
             self.template,
             title=f"{self.kind.WORD}s".capitalize(),
             at=self.at,
             kind=self.kind,
             messages=shown,
+            newest=newest_first,
+            every=every,
+            criteria=[
+                (IN_WORDS.get(name, name), visit.given(name))
+                for name in (*self.fields, *MORE_FIELDS)
+            ],
             more=sorted(name for name, page in pages.items() if page.next),
             last=pages[broker].next if broker and broker in pages else None,
             errors=answers.errors,
@@ -185,6 +209,7 @@ class SetAside:
             kind=self.kind,
             groups=shown,
             found=found,
+            filtered=wanted != self.kind(),
             most=GROUPED,
             errors=answers.errors,
             fields=self._fields(visit),
@@ -194,13 +219,17 @@ class SetAside:
         """Count the messages that a decision concerns, and ask for the reason."""
         decision = self._decision(visit)
 
-        def count(selection: Selection[Any], connection: psycopg.Connection[Any]) -> Counted:
-            return selection.count(connection, MOST, to=decision.to)
+        def count(
+            selection: Selection[Any], connection: psycopg.Connection[Any]
+        ) -> tuple[Counted, list[Any]]:
+            counted = selection.count(connection, MOST, to=decision.to)
+            rows = selection.rows(connection, ROWS, to=decision.to) if counted.messages else []
+            return counted, [row for row in rows if row.stays is None][:ROWS_TO_CONFIRM]
 
         answers = visit.site.brokers.ask_each(
             {name: partial(count, selection) for name, selection in self._chosen(visit).items()}
         )
-        counts = answers.found
+        counts = {name: counted for name, (counted, _) in answers.found.items()}
         messages = sum(counted.messages for counted in counts.values())
         matching = visit.given("matching")
         return visit.page(
@@ -209,7 +238,9 @@ class SetAside:
             at=self.at,
             decision=decision,
             words=self.words,
+            kind=self.kind,
             counts={name: counted for name, counted in counts.items() if counted.messages},
+            first={name: rows for name, (_, rows) in answers.found.items()},
             stays=staying_in_words(counted.stays for counted in counts.values()),
             errors=answers.errors,
             fields=self._fields(visit)
@@ -279,6 +310,7 @@ class SetAside:
 
     def _wanted(self, visit: Visit) -> Selection[Any]:
         given: dict[str, Any] = {name: visit.given(name) for name in self.fields}
+        given["key_contains"] = given.pop("key")
         name, word, values = self.choice
         if given[name] is not None and given[name] not in values:
             raise UsageError(f"unknown {word} {given[name]!r}, only {', '.join(values)}")
@@ -286,7 +318,7 @@ class SetAside:
             **given,
             group=check_group(visit.given("group")),
             before=moment_of(visit.given("before")),
-            after=number_of(visit.given("beyond")),
+            beyond=number_of(visit.given("beyond")),
         )
 
 
@@ -324,7 +356,10 @@ PARKED = SetAside(
     kind=ParkedMessages,
     at="/parked/messages",
     template="parked_messages.html",
-    fields=("subscription", "destination", "lane", "subject", "service", "key"),
+    fields=(
+        *("subscription", "destination", "lane", "subject", "subject_contains"),
+        *("service", "key"),
+    ),
     choice=("lane", "kind of lane", [*Kind]),
     words={
         "all": "parked message",

@@ -42,7 +42,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a decision about a group reads all other dead letters again for each chunk",
         DECIDE,
-        "            chosen = replace(chosen, after=held.last)\n",
+        "            chosen = replace(chosen, beyond=held.last)\n",
         "            pass\n",
         f"{GROUPED}::test_a_decision_does_not_read_again_what_it_has_passed",
     ),
@@ -56,7 +56,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a decision from the dashboard concerns messages that it has not grouped",
         "saf/ui/pages/set_aside.py",
-        '            after=number_of(visit.given("beyond")),\n',
+        '            beyond=number_of(visit.given("beyond")),\n',
         "",
         "ui/test_ui_groups.py::"
         "test_of_a_large_backlog_the_page_says_what_it_has_grouped_and_decides_about_that",

@@ -9,6 +9,8 @@ DECIDED = "contract/test_decide_parked.py"
 LOOKS = "unit/test_stretches.py"
 BROKERS, REDACTED = "ui/test_ui_brokers.py", "ui/test_ui_redaction.py"
 COMMAND, QUESTIONS = "ui/test_ui_command.py", "unit/test_questions.py"
+LISTS, HISTORY = "ui/test_ui_lists.py", "ui/test_ui_history.py"
+TRAFFIC = "contract/test_traffic.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -292,5 +294,48 @@ MUTANTS: list[Mutant] = [
         "for name in self._down.keys() & self._asked.keys():",
         "integration/test_metrics.py"
         "::test_a_broker_that_has_vanished_from_a_fleet_is_not_down_for_ever",
+    ),
+    mutant(
+        "a decision about a part of a key concerns all messages",
+        "saf/ui/pages/set_aside.py",
+        'given["key_contains"] = given.pop("key")',
+        'given["key_contains"] = given.pop("key") and None',
+        f"{LISTS}::test_a_decision_about_all_that_match_a_part_of_a_key_concerns_no_other",
+    ),
+    mutant(
+        "the next page of the newest messages repeats the oldest",
+        "saf/setaside/selection.py",
+        "OR CASE WHEN %(newest_first)s THEN {number} < %(after)s ELSE {number} > %(after)s END)",
+        "OR {number} > %(after)s)",
+        f"{LISTS}::test_newest_first_is_the_same_list_in_the_opposite_order",
+    ),
+    mutant(
+        "a message's path follows its brokers instead of time",
+        "saf/ui/pages/messages.py",
+        "    events.sort(key=lambda event: (event[0], RANK.index(event[1])))\n",
+        "",
+        f"{LISTS}::test_a_messages_path_is_in_the_order_of_time",
+    ),
+    mutant(
+        "a list that is empty for lack of time is not searched for longer",
+        "saf/ui/pages/messages.py",
+        "if not found.shown and found.before is not None and not further:",
+        "if further and not found.shown and found.before is not None:",
+        f"{LISTS}::test_a_page_that_would_be_empty_for_lack_of_time_looks_for_longer",
+    ),
+    mutant(
+        "the history of many services grows without bound",
+        "saf/ui/history.py",
+        "named = {*(found.keys() & known - {OTHER}), *order[:free]}",
+        "named = {*(found.keys() & known - {OTHER}), *order}",
+        f"{HISTORY}::test_many_services_take_no_more_memory_than_some_and_none_is_lost",
+    ),
+    mutant(
+        "dead letters whose numbers commit late are not counted",
+        "saf/operating/traffic.py",
+        "self.floor = max(self.counted, default=self.floor)",
+        "self.floor = max((number for number, *_ in rows), default=self.floor)",
+        f"{TRAFFIC}"
+        "::test_dead_letters_and_parked_messages_are_counted_even_if_their_numbers_commit_late",
     ),
 ]
