@@ -172,8 +172,8 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
     elif rows:
         ENDPOINTS.show_rows(rows)
     elif not problems:
-        at = ", ".join(stores(settings, None))
-        echo(f"No endpoints in saf.toml{at and ' or at '}{at}.")
+        names = ", ".join(stores(settings, None))
+        echo(f"No endpoints in saf.toml{names and ' or at '}{names}.")
     for problem in problems:
         echo(f"saf: {problem}", err=True)
     if problems:

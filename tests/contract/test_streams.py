@@ -615,8 +615,8 @@ def test_a_stream_is_registered_shown_and_dropped_on_the_command_line(
     stream.drain()
     shown = last_json(command("status", "--json", cwd=tmp_path).stdout)["brokers"][0]["streams"]
     assert [(one["pending"], one["lag_seconds"]) for one in shown] == [(0, None)]
-    asked = command("subscription", "drop", "lake", cwd=tmp_path)
-    assert (asked.returncode, "Add --yes to confirm" in asked.stderr) == (2, True)
+    unsure = command("subscription", "drop", "lake", cwd=tmp_path)
+    assert (unsure.returncode, "Add --yes to confirm" in unsure.stderr) == (2, True)
     dropped = command("subscription", "drop", "lake", "--yes", cwd=tmp_path)
     assert dropped.stdout == "app: stream lake of the outbox dropped\n"
     missing = command("subscription", "drop", "lake", cwd=tmp_path)
