@@ -265,7 +265,7 @@ def test_the_first_and_the_last_rule_for_senders_say_what_they_mean_for_others(
     folder: Path, app: Dsn, role: str
 ) -> None:
     said = run(folder, "apply", "plan.toml", "--dry-run")
-    assert "shop: these are its first rules for senders, and nobody sends without one" in said
+    assert "shop: these are its first rules for senders, so nobody can send without one" in said
     applied(folder)
     plan = folder / "plan.toml"
     rule = f"{{ role = '{role}_sender', from_service = 'shop', to_service = 'billing' }}"
@@ -277,7 +277,7 @@ def test_the_first_and_the_last_rule_for_senders_say_what_they_mean_for_others(
         assert [one.to_service for one in senders(connection)] == ["billing"]
     plan.write_text("[brokers.shop]\nsenders = []\n")
     said = run(folder, "apply", "plan.toml", "--prune", "--dry-run")
-    assert "shop: it will have no rule for senders left: any writer may send as any service" in said
+    assert "shop: no rule for senders will be left, so any writer may send as any service" in said
     applied(folder, "--prune")
     with connect(app) as connection:
         assert senders(connection) == []
@@ -288,7 +288,7 @@ def test_a_dry_run_and_a_no_change_nothing_and_without_a_terminal_it_does_not_gu
 ) -> None:
     said = run(folder, "apply", "plan.toml", "--dry-run")
     assert "service billing" in said
-    assert "add --yes" in run(folder, "apply", "plan.toml", code=USAGE)
+    assert "Add --yes" in run(folder, "apply", "plan.toml", code=USAGE)
     with connect(app) as connection:
         assert routes.configuration(connection).routes == ()
 
@@ -350,7 +350,7 @@ def test_the_first_services_say_whose_messages_will_wait(folder: Path, mom: Dsn)
     with connect(mom) as connection:
         connection.execute("INSERT INTO saf.inbox (to_service, body) VALUES ('shipping', '')")
     said = run(folder, "apply", "plan.toml", "--dry-run")
-    assert "mom: these are its first services, and messages for others wait from then on" in said
+    assert "mom: these are its first services, so messages for other services will wait" in said
     assert "shipping (1)" in said
 
 

@@ -437,7 +437,7 @@ def test_no_cure_acts_at_a_broker_where_nothing_was_found(
     named = {" ".join(command.split()[1:3]) for command in commands}
     assert named >= {
         *("route remove", "route disable", "topic remove", "router remove", "service remove"),
-        *("subscription create", "service create", "dead list", "dialog list", "dialog end"),
+        *("subscription create", "service create", "dead groups", "dialog list", "dialog end"),
     }
     assert "saf route remove gone --service 'a b' --broker app" in " ".join(
         one.cure for one in there
@@ -756,7 +756,7 @@ def test_dialogs_that_have_expired_without_a_receiver_are_found(app: Dsn) -> Non
     severity, what, cure = the(diagnosis("dialogs_expired", app, limits=Limits()))
     assert severity == "error"
     assert "the lifetime of 1 dialog of service 'orders' is over" in what
-    assert "start the consumer of 'orders'" in cure
+    assert "start the worker of 'orders'" in cure
     assert diagnosis("dialogs_open_for_long", app, limits=Limits()) == []
 
 
