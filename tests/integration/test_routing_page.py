@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from saf.routing.routes import add_route, configuration
 from saf.routing_service import RoutingService
 from tests.dialogs import receive
 from tests.pipeline import bodies, connect
-from tests.programs import BIN, ROOT, activated, environment, last_json, run, saf
+from tests.programs import BIN, ROOT, activated, environment, run, saf
 from tests.programs import configuration as configure
 from tests.routing import broker_id, without_default
 
@@ -206,30 +205,6 @@ def test_a_message_that_would_wait_for_a_route_is_code_75(folder: Path) -> None:
     done = saf("route", "explain", "billing", cwd=folder)
     assert done.returncode == TRY_AGAIN
     assert ": no route, so it would wait. Add one: `saf route add " in done.stdout
-
-
-def test_explain_asks_the_destination_whether_it_has_the_service(folder: Path, mom: Dsn) -> None:
-    with connect(mom) as store:
-        create_service(store, "billing")
-    assert saf("route", "explain", "billing", cwd=folder).returncode == 0
-    done = saf("route", "explain", "biling", cwd=folder)
-    assert done.returncode == TRY_AGAIN
-    create = "saf service create biling --broker mom"
-    sentence = f"mom has no service 'biling'. Did you mean 'billing'? Create it: `{create}`"
-    assert done.stdout.splitlines()[-1] == sentence
-    told = last_json(saf("route", "explain", "biling", "--json", cwd=folder).stdout)
-    assert told["no_service"] == {"mom": sentence}
-    assert saf(*shlex.split(create)[1:], cwd=folder).returncode == 0
-    assert saf("route", "explain", "biling", cwd=folder).returncode == 0
-
-
-def test_explain_says_which_destination_could_not_be_asked(folder: Path, app: Dsn) -> None:
-    gone = Dsn("host=/nonexistent dbname=mom")
-    config = configure(folder / "gone.toml", {"shop": app}, {"mom": gone})
-    done = saf("route", "explain", "billing", "--config", config)
-    assert done.returncode == 0, "the route is known"
-    unknown = "saf: whether mom has the service is not known: database dbname=mom "
-    assert unknown in done.stderr
 
 
 def test_what_is_wrong_is_named_with_what_was_meant(folder: Path) -> None:

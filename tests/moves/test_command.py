@@ -54,5 +54,5 @@ def test_the_commands_of_the_page_make_a_copy_a_broker_of_its_own_and_say_how_it
         said = shell(copied + told, tmp_path, site.app, site.mom)
     finally:
         ways.drop_database(site.old, "shop_copy")
-    assert "shop_copy: is broker" in said
+    assert "shop_copy: now broker" in said
     assert "shop: was not restored, nothing to do" in said

@@ -95,7 +95,7 @@ def test_a_signal_ends_it_although_pages_are_open(
     said = [line for line in lines if not line.startswith("{")]
     assert len(said) == 2, "it has said where it is, and that nobody may change"
     logged = [json.loads(line)["event"] for line in lines if line.startswith("{")]
-    assert [event for event in logged if event != "not_answered"] == ["login"]
+    assert [event for event in logged if event != "not_answered"] == ["started", "login"]
 
 
 @pytest.mark.full

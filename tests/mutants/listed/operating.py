@@ -70,7 +70,7 @@ MUTANTS: list[Mutant] = [
         "saf/operating/addressed.py",
         "            if known and service not in known:\n",
         "            if not known:\n",
-        "integration/test_routing_page.py::"
+        "integration/test_route_explain.py::"
         "test_explain_asks_the_destination_whether_it_has_the_service",
     ),
     mutant(

@@ -1,0 +1,48 @@
+"""`saf route explain` asks destinations whether they have the service."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from saf import saf
+from saf.broker.services import create_service
+from saf.database import Dsn
+from tests.pipeline import connect
+from tests.programs import configure, last_json
+
+TRY_AGAIN = 75
+
+
+@pytest.fixture
+def folder(app: Dsn, mom: Dsn, new_broker: Any, tmp_path: Path) -> Path:
+    """With a saf.toml of one source, shop, and the destinations mom and erp."""
+    configure(tmp_path / "saf.toml", {"shop": app}, {"mom": mom, "erp": new_broker("erp")})
+    return tmp_path
+
+
+def test_explain_asks_the_destination_whether_it_has_the_service(folder: Path, mom: Dsn) -> None:
+    with connect(mom) as store:
+        create_service(store, "billing")
+    assert saf("route", "explain", "billing", cwd=folder).returncode == 0
+    done = saf("route", "explain", "biling", cwd=folder)
+    assert done.returncode == TRY_AGAIN
+    create = "saf service create biling --broker mom"
+    sentence = f"mom has no service 'biling'. Did you mean 'billing'? Create it: `{create}`"
+    assert done.stdout.splitlines()[-1] == sentence
+    told = last_json(saf("route", "explain", "biling", "--json", cwd=folder).stdout)
+    assert told["no_service"] == {"mom": sentence}
+    assert saf(*shlex.split(create)[1:], cwd=folder).returncode == 0
+    assert saf("route", "explain", "biling", cwd=folder).returncode == 0
+
+
+def test_explain_says_which_destination_could_not_be_asked(folder: Path, app: Dsn) -> None:
+    gone = Dsn("host=/nonexistent dbname=mom")
+    config = configure(folder / "gone.toml", {"shop": app}, {"mom": gone})
+    done = saf("route", "explain", "billing", "--config", config)
+    assert done.returncode == 0, "the route is known"
+    unknown = "saf: whether mom has the service is not known: database dbname=mom "
+    assert unknown in done.stderr
