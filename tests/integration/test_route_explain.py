@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from saf import saf
 from saf.broker.services import create_service
 from saf.database import Dsn
 from tests.pipeline import connect
-from tests.programs import configure, last_json
+from tests.programs import configuration as configure
+from tests.programs import last_json, saf
 
 TRY_AGAIN = 75
 
