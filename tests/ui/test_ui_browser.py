@@ -94,12 +94,16 @@ def bold(section: str) -> list[str]:
 def test_a_failed_order_is_found_and_retried_as_the_page_says_within_a_minute(
     chromium: Browser, there: Dashboard, shop: tuple[Dsn, Dsn], orders: list[str], tmp_path: Path
 ) -> None:
-    tile, retry, retry_one, all_of_them = bold("To find a failed order, and try it again")
+    words = bold("To find a failed order, and try it again")
+    tile, retry, retry_one, grouped, retry_group, all_of_them = words
     began = time.monotonic()
     with visiting(chromium, there) as page:
         page.wait_for_selector("#tile-dead .value >> text=4")
         picture(page, "overview", tmp_path)
         page.locator("main").get_by_role("link", name=tile).click()
+        page.get_by_role("link", name=grouped).click()
+        assert page.get_by_role("button", name=retry_group, exact=True).first.is_visible()
+        page.go_back()
         page.get_by_role("textbox", name="Key").fill(orders[1])
         page.get_by_role("button", name="Filter").click()
         row = page.locator("tbody tr", has_text=orders[1])
