@@ -1,4 +1,4 @@
-"""The README's commands and code do what it says, and so do the first ones of its next pages."""
+"""The README's commands and code work, and so do the first ones of its next pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ README = (ROOT / "README.md").read_text()
 
 
 RATES = ("forwarded_now", "messages_per_second")
-"""What the demo counts that is no fault."""
+"""Counts of the demo that are not faults."""
 
 SENDING, DISPATCH, SETTING_UP = map(page, ("sending.md", "dispatch.md", "setting-up.md"))
 
@@ -109,7 +109,7 @@ def test_it_leads_by_the_letter_from_a_clone_to_a_received_message(
     promised = re.findall(r"#\s+(.*)", block("whole"))
     pattern = r"\n".join(re.escape(line).replace("…", "(?s:.)*?") for line in promised)
     assert re.fullmatch(pattern, said.strip()), said
-    # the file that was written is the one that the page shows, with more comments
+    # the page shows the written file without its comments
     for name in ("SHOP_DSN", "MOM_DSN"):
         monkeypatch.setenv(name, f"dbname={name}")
     (short_path / "saf.toml").write_text(block("toml"))
