@@ -25,7 +25,7 @@ install: $(VENV)/.installed ## set up .venv with everything; the other targets d
 demo: $(DEMO_NEEDS) ## send the flights of 2013, forward them with Spark, prove the result: make demo DEMO="--to redis"
 	@$(VENV)/bin/saf demo $(DEMO)
 
-demo-routing: $(DEMO_NEEDS) ## the demo with three MOM stores: each flight goes to the store of its airport
+demo-routing: $(DEMO_NEEDS) ## the demo with three stores: each flight goes to the store of its airport
 	@$(VENV)/bin/saf demo --routing $(DEMO)
 
 demo-dialog: $(DEMO_NEEDS) ## a shop and a warehouse talk: in parts, refused, too late, 20 MB

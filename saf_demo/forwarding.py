@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 AIRPORTS = ("EWR", "JFK", "LGA")
 CLASSIFIER = "saf_demo.flights:by_origin"
+TITLE = "every message exactly once"
+"""What a run shows if its proof holds."""
 WORDS = {
     "lost": "lost",
     "misrouted": "in a wrong store",
@@ -167,9 +169,9 @@ def run(stage: Stage, place: Place) -> Outcome:
     }
     return Outcome(
         right=total.holds,
-        title="every message exactly once",
+        title=TITLE,
         result=result,
-        listing=_listing(result),
+        listing=listing(result),
     )
 
 
@@ -189,12 +191,13 @@ def _forward(stage: Stage, settings: Settings) -> Summary:
         spark.stop()
 
 
-def _listing(result: Mapping[str, Any]) -> Listing:
+def listing(result: Mapping[str, Any]) -> Listing:
+    """Return what users see of a result."""
     return counts(
         {
             "sent by transactions that committed": result["sent"],
             "rolled back with their transactions": result["rolled_back"],
-            "where they were sent to": result["forwarded"],
+            "arrived at their destination": result["forwarded"],
             **{f"stored in {name}": count for name, count in result["stores"].items()},
             **{explanation: result[name] for name, explanation in WORDS.items()},
         }

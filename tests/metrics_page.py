@@ -16,8 +16,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 HEAD = f"""# Metrics
 
 This page is for operators who build dashboards and alerts with Prometheus. It lists every metric of
-saf, with its source, unit and labels. Install the extra `metrics` first: `pip install
-'saf-outbox[metrics]'`.
+saf, with its source, unit and labels. Install the extra `metrics` first: `pip install '.[metrics]'` in a
+clone of saf.
 
 ## Where to scrape
 

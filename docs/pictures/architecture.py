@@ -105,7 +105,7 @@ def picture() -> str:
         way(570, 146, 640),
         # the store
         box(640, 50, 340, 190),
-        words(810, 78, "MOM store: another PostgreSQL", "text title"),
+        words(810, 78, "store: where services read", "text title"),
         box(656, 96, 150, 100, "one"),
         table(666, 106, "saf.inbox", 130),
         table(666, 152, "saf.watermark", 130),

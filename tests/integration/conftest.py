@@ -1,9 +1,12 @@
-"""Roles, for tests that log in as one."""
+"""Roles, for tests that log in as one; folders for servers."""
 
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from psycopg import sql
@@ -46,3 +49,11 @@ def granted(new_role: Callable[..., str]) -> Callable[..., Dsn]:
         return as_user(dsn, role)
 
     return login
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Not pytest's: its name is too long for a server's socket."""
+    folder = Path(tempfile.mkdtemp(prefix="saf-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

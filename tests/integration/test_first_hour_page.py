@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,14 +15,6 @@ from tests.programs import run
 pytestmark = pytest.mark.full
 
 PAGE = page("first-hour.md")
-
-
-@pytest.fixture
-def short_path() -> Iterator[Path]:
-    """Not pytest's: its name is too long for a server's socket."""
-    folder = Path(tempfile.mkdtemp(prefix="saf-hour-"))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.slow

@@ -52,3 +52,27 @@ def test_no_command_in_a_sentence_of_a_page_is_refused(file: Path) -> None:
         words = shlex.split(command.replace("NUMBER", "1").removesuffix(" [OPTIONS]"))[1:]
         done = saf(*words, env={"SAF_CONFIG": "/nonexistent"})
         assert done.stderr.startswith("saf: cannot read /nonexistent"), (command, done.stderr)
+
+
+def test_nothing_is_installed_by_a_name_that_no_index_has() -> None:
+    """While saf is unreleased, its users install it from a clone; so do those of its files."""
+    folders = ("docs", "docker", "jobs", "examples", "airflow", "ops")
+    texts = [
+        *PAGES,
+        *(file for name in folders for file in (ROOT / name).rglob("*") if file.is_file()),
+    ]
+    named = re.compile(r"pip install\b[^\n#`]*[ '\"]saf[-_]\w+")
+    found = {
+        f"{file.relative_to(ROOT)}: {match[0]}"
+        for file in texts
+        if file.suffix in (".md", ".py", ".toml", ".yaml", ".service", ".sh", "")
+        for match in named.finditer(file.read_text())
+    }
+    assert found == set()
+    assert named.search("pip install 'saf-outbox[ui]'")
+
+
+def test_every_page_is_in_the_table_of_all_pages() -> None:
+    table = (ROOT / "docs" / "index.md").read_text().partition("## All pages")[2]
+    pages = {str(file.relative_to(ROOT / "docs")) for file in (ROOT / "docs").rglob("*.md")}
+    assert pages - set(re.findall(r"\]\(([\w/-]+\.md)", table)) == {"index.md"}
