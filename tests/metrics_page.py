@@ -15,9 +15,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 
 HEAD = f"""# Metrics
 
-This page is for operators who build dashboards and alerts with Prometheus. It lists every metric of
-saf, with its source, unit and labels. Install the extra `metrics` first: `pip install '.[metrics]'` in a
-clone of saf.
+This page is for operators who build dashboards and alerts with Prometheus. It lists every metric
+of saf, with its source, unit and labels. Install the extra `metrics` first: `pip install
+'.[metrics]'` in a clone of saf.
 
 ## Where to scrape
 
