@@ -651,9 +651,9 @@ def test_of_several_streams_of_a_name_none_is_dropped_until_one_is_named(
         True,
     )
     code, said = drop("--broker", "mom")
-    assert (code, "of both logs in mom, and none is dropped" in said) == (2, True)
+    assert (code, "of both logs exists at mom, so none is dropped" in said) == (2, True)
     code, said = drop("--stream", "outbox")
-    assert (code, "in mom, app, and none is dropped" in said) == (2, True)
+    assert (code, "at mom, app, so none is dropped" in said) == (2, True)
     assert left() == [["outbox"], ["outbox", "inbox"]]
     assert drop("--stream", "inbox") == (0, "mom: stream lake of the inbox dropped\n")
     assert drop("--broker", "mom") == (0, "mom: stream lake of the outbox dropped\n")

@@ -84,7 +84,7 @@ def test_a_copy_is_refused_by_name_and_is_a_broker_of_its_own_after_new_id(
     assert one["cure"] == "saf broker new-id --broker copy"
     cured = saf(*shlex.split(one["cure"])[1:], "--config", config)
     assert cured.returncode == 0, cured.stderr
-    assert "2 messages left to app to send" in cured.stdout
+    assert "2 messages left for app to send" in cured.stdout
     assert "1 message of its own waiting as before" in cured.stdout
 
     assert found(config) == []
