@@ -59,9 +59,8 @@ class Statement:
 def statements() -> Iterator[Statement]:
     """All of the package, by module, in the order of their lines."""
     for found in pkgutil.walk_packages(saf.__path__, "saf."):
-        if found.name.endswith("__main__") or found.name.startswith(
-            "saf.django."
-        ):  # needs settings
+        # modules of an application of Django import only in a configured project
+        if found.name.endswith("__main__") or found.name.startswith("saf.django."):
             continue
         module = importlib.import_module(found.name)
         lines = inspect.getsource(module).splitlines() if module.__file__ else []

@@ -57,5 +57,5 @@ def test_the_numbers_of_the_page_are_those_of_the_code() -> None:
     assert f"longer than {LONGEST // 1024} KiB" in text
     assert f"link to at most {MOST_LINKS}" in text
     assert f"conventions for messaging {SCHEMA.rpartition('/')[2]}" in text
-    assert f"links to {MOST_LINKS} of them" in text
+    assert f"links to at most {MOST_LINKS}" in text
     assert text.count(f"{MOST_LOOKED_AT:,}") == 2
