@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from psycopg.conninfo import make_conninfo
-from psycopg.errors import AdminShutdown, DiskFull
+from psycopg.errors import AdminShutdown
 
 from saf import receive
 from saf.broker.embedded import EmbeddedServer, programs
@@ -200,26 +200,6 @@ def test_a_full_disk_of_the_store(
     seen("disk", forward(folder, AGAIN))
     os.truncate(filler, filler.stat().st_size - 2 * MIB)
     follow("disk", folder, app, mom)
-    assert sorted(arrived(mom)) == sorted(sent)
-
-
-def test_a_full_disk_of_the_source(
-    own_server: EmbeddedServer, small_disk: Path, mom: Dsn, tmp_path: Path
-) -> None:
-    app = on_the_small_disk(own_server, "app")
-    folder = purging(prepared(tmp_path, app, mom))
-    sent = send(app, 4000, "m" * 2000)
-    forward(folder, 0)
-    with connect(app) as connection:
-        leave_slot(connection)
-    filler = fill(small_disk)
-    with pytest.raises(DiskFull) as failed:
-        send(app, 2500, "n" * 2000)
-    seen("disk-of-the-source", str(failed.value))
-    os.truncate(filler, filler.stat().st_size - 2 * MIB)
-    follow("disk-of-the-source", folder, app, mom)
-    sent += send(app, 2500, "n" * 2000)
-    forward(folder, 0)
     assert sorted(arrived(mom)) == sorted(sent)
 
 
