@@ -85,7 +85,7 @@ def test_a_copy_is_refused_by_name_and_is_a_broker_of_its_own_after_new_id(
     cured = saf(*shlex.split(one["cure"])[1:], "--config", config)
     assert cured.returncode == 0, cured.stderr
     assert "2 messages left for app to send" in cured.stdout
-    assert "1 message of its own waiting as before" in cured.stdout
+    assert "1 message of its own still to send" in cured.stdout
 
     assert found(config) == []
     run = forwarded(config)
