@@ -222,7 +222,7 @@ def test_a_backup_that_was_restored_over_its_database(folder: Path, app: Dsn, mo
     subprocess.run([tools / "pg_dump", "-Fc", "-f", dump, app.conninfo], check=True)
     forward(folder, 0)
     sent += send(app, 2, "after")
-    restore = [tools / "pg_restore", "--no-owner", "-d", app.conninfo, dump]
+    restore: list[str | Path] = [tools / "pg_restore", "--no-owner", "-d", app.conninfo, dump]
     assert run(restore).returncode != 0, "the tables exist"
     seen("restored-over", forward(folder, OPERATOR))
     follow("restored-over", folder, app, mom)
@@ -309,12 +309,13 @@ def issue(folder: Path, authority: Path, authority_key: Path, *, days: int) -> N
     openssl = needed("openssl", "openssl")
     request, signed = folder / "server.csr", folder / "server.crt"
     key = folder / "server.key"
-    for command in (
+    commands: list[list[str | Path]] = [
         ["req", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-out", request,
          "-addext", "subjectAltName=DNS:localhost", "-keyout", key],
         ["x509", "-req", "-in", request, "-CA", authority, "-CAkey", authority_key, "-out", signed,
          "-CAcreateserial", "-copy_extensions", "copy", "-days", str(days)],
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for command in commands:
         subprocess.run([openssl, *command], check=True, capture_output=True)
 
 
