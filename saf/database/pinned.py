@@ -41,6 +41,8 @@ PINNED = (
         "alembic.runtime.environment.EnvironmentContext",
         ("_install_proxy",),
     ),
+    Pinned("nats-py", "2.16.0", "nats.aio.client.Client", ("_transport",)),
+    Pinned("nats-py", "2.16.0", "nats.aio.transport.TcpTransport", ("_io_writer",)),
     Pinned("pika", "1.4.4", "pika.SelectConnection", ("_transport",)),
     Pinned("deltalake", "1.6.6", "deltalake.fs.DeltaStorageHandler", ("_handler",)),
     Pinned(
@@ -243,3 +245,15 @@ def accumulator_server(context: Any) -> Any:
     the end would fix this.
     """
     return context._accumulatorServer
+
+
+def abort_client(client: Any) -> None:
+    """Abort the TCP connection of a NATS client, if it has one.
+
+    *Upstream*: `Client.close` closes the transport, and asyncio keeps the socket until the server
+    has read all that was written. If the server hangs, the socket stays open until it is collected
+    as garbage. A client should abort its transport once the wait for its end is over.
+    """
+    writer = getattr(client._transport, "_io_writer", None)
+    if writer is not None:
+        writer.transport.abort()

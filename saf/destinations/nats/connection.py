@@ -25,6 +25,7 @@ from nats.aio.client import Client, RawCredentials
 from nats.aio.msg import Msg
 from nats.errors import Error, StaleConnectionError
 
+from saf.database.pinned import abort_client
 from saf.destinations.addresses import context_of, first_of
 from saf.destinations.settings import client_needed, unusable
 
@@ -136,6 +137,7 @@ class Connection:
         if self._client.is_connected or self._client.is_connecting:
             with suppress(OSError, Error):
                 self._run(self._client.close())
+        abort_client(self._client)
         self._runner.close()
 
     def inbox(self) -> str:
