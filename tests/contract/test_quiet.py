@@ -180,7 +180,8 @@ def test_while_nobody_writes_it_asks_for_the_snapshot_only(
     with saf.receive(inbox, SUBSCRIPTION, policy=saf.Policy(block=True)) as delivery:
         delivery.reject(delivery[0], "never")
     with idle(inbox, monkeypatch) as one:
-        until(lambda: asked[-3:] == [polling.SNAPSHOT] * 3)
+        # other databases of the server are written to, so it may have to ask for more in between
+        until(lambda: asked[-2:] == [polling.SNAPSHOT] * 2)
         put(inbox, "1")
         one.gets("1")
 
