@@ -225,7 +225,6 @@ class _Line:
     def shown(self) -> Iterator[None]:
         from rich.live import Live
 
-        over = Event()
         live = Live(
             console=self._console,
             transient=True,
@@ -234,18 +233,13 @@ class _Line:
             get_renderable=self._render,
         )
 
-        def show() -> None:
+        def show(over: Event) -> None:
             if not over.wait(SHOW_SECONDS):
                 with live:
                     over.wait()
 
-        thread = Thread(target=show, name="saf waiting", daemon=True)
-        thread.start()
-        try:
+        with _beside("saf waiting", show):
             yield
-        finally:
-            over.set()
-            thread.join()
 
     def _render(self) -> RenderableType:
         from rich.text import Text
@@ -257,13 +251,20 @@ class _Line:
 @contextmanager
 def _repeatedly(seconds: float, action: Callable[[], object]) -> Iterator[None]:
     """Call a function at an interval, in a thread, while a block runs."""
-    over = Event()
 
-    def run() -> None:
+    def run(over: Event) -> None:
         while not over.wait(seconds):
             action()
 
-    thread = Thread(target=run, name="saf alive", daemon=True)
+    with _beside("saf alive", run):
+        yield
+
+
+@contextmanager
+def _beside(name: str, run: Callable[[Event], None]) -> Iterator[None]:
+    """Run a function in a thread beside a block; at its end, set the event and wait."""
+    over = Event()
+    thread = Thread(target=run, args=[over], name=name, daemon=True)
     thread.start()
     try:
         yield

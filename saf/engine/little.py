@@ -170,16 +170,16 @@ class Source:
     """A session at a source, which passes arrays on as they are."""
 
     def __init__(self, dsn: Dsn) -> None:
-        self.connection = passing(dsn.connect(role="mark", autocommit=True))
+        self._connection = passing(dsn.connect(role="mark", autocommit=True))
 
     def ask(self, statement: str, params: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return the row of a statement, by column."""
-        with psycopg.Cursor[Any](self.connection, row_factory=dict_row) as cursor:
+        with psycopg.Cursor[Any](self._connection, row_factory=dict_row) as cursor:
             return cursor.execute(statement, params, binary=True).fetchone()
 
     def close(self) -> None:
         """End the session."""
-        self.connection.close()
+        self._connection.close()
 
 
 def forward(number: int, work: Work, rules: ForwardingRules) -> list[Receipt] | None:

@@ -50,17 +50,15 @@ from saf.destinations.places import (
     of_services,
     refuse,
 )
+from saf.destinations.postgresql.little import DURABLE
 from saf.errors import Rejected, Restored, Unavailable
 from saf.failpoints import fail_point
 from saf.log import lineage
 from saf.log.shards import LAST
 
-# Schema revision, identity, and whether messages may be stored. A server whose default is off would
-# acknowledge what a crash could still lose. A stricter default (remote_apply) stays.
+# Schema revision, identity, and whether messages may be stored
 MEETING = f"""
-(SELECT version_num FROM saf.alembic_version), broker_id::text, ARRAY({lineage.MOVED}),
-CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
-     THEN set_config('synchronous_commit', 'on', false) END
+(SELECT version_num FROM saf.alembic_version), broker_id::text, ARRAY({lineage.MOVED}), {DURABLE}
 """
 MEET = f"SELECT {MEETING} FROM saf.broker"
 

@@ -21,9 +21,11 @@ from saf.log import lineage
 
 IDENTITY = "SELECT broker_id FROM saf.broker"
 
+# A server whose default is off would acknowledge what a crash could still lose. A stricter default
+# (remote_apply) stays.
 DURABLE = """
-SELECT CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
-            THEN set_config('synchronous_commit', 'on', false) END
+CASE WHEN current_setting('synchronous_commit') IN ('off', 'local')
+     THEN set_config('synchronous_commit', 'on', false) END
 """
 
 _THE_MARK = "w.source = %(source)s AND w.shard = p.shard AND w.lane = '' AND w.batch = p.batch"
@@ -71,7 +73,7 @@ class FewMessages:
         self._connection = dsn.connect(role="deliver", autocommit=True)
         check_schema(self._connection)
         health.refuse(self._connection, "inbox")
-        self._connection.execute(DURABLE)
+        self._connection.execute(f"SELECT {DURABLE}")
         passing(self._connection)
         (identity,) = of_broker(self._connection, IDENTITY)
         self.identity = UUID(str(identity))

@@ -428,7 +428,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the destination acknowledges what it may lose",
-        INBOX,
+        "saf/destinations/postgresql/little.py",
         "THEN set_config('synchronous_commit', 'on', false) END",
         "THEN current_setting('synchronous_commit') END",
         "contract/test_6_durable.py::test_a_destination_commits_durably_whatever_its_default",
