@@ -31,7 +31,7 @@ demo-routing: $(DEMO_NEEDS) ## the demo with three stores: each flight goes to t
 demo-dialog: $(DEMO_NEEDS) ## a shop and a warehouse talk: in parts, refused, too late, 20 MB
 	@$(VENV)/bin/saf demo --dialog $(DEMO)
 
-test: $(VENV)/.installed ## show in some five minutes that the product works; chosen tests: make test T="tests/unit -k shard"
+test: $(VENV)/.installed ## show in five to ten minutes that the product works; chosen tests: make test T="tests/unit -k shard"
 	$(if $(T),$(PY) -m pytest $(T),SAF_TESTS=test $(PYTEST))
 
 changed: $(VENV)/.installed ## run the tests of files that differ from a revision: make changed SINCE=main~2

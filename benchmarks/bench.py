@@ -20,7 +20,9 @@ from benchmarks import (
     dispatch,
     drain,
     end_to_end,
+    fair,
     faults,
+    held,
     idle,
     memory,
     metrics,
@@ -51,11 +53,23 @@ ALONE = {
     "processors": processors.run,
     "dispatch": dispatch.run,
     "end_to_end": end_to_end.run,
+    "held": held.run,
+    "fair": fair.run,
     "idle": idle.run,
     "reading": reading.run,
     "waking": waking.run,
 }
-LONG = ("memory", "metrics", "brokers", "producers", "dispatch", "reading", "waking")
+LONG = (
+    "memory",
+    "metrics",
+    "brokers",
+    "producers",
+    "dispatch",
+    "reading",
+    "waking",
+    "held",
+    "fair",
+)
 """What a run has only if it is asked for."""
 PARTS = (
     "send",

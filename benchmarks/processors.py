@@ -5,6 +5,7 @@ One process each, which does nothing for each message of a backlog of 10,000 key
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -43,6 +44,7 @@ def run(stage: Stage) -> None:
         create_service(connection, "billing")
         connection.execute(FILL, [KEYS, MESSAGES])
         connection.execute("VACUUM ANALYZE saf.inbox")
+    gc.freeze()  # as `saf worker` does at its start
     loops = {"processors": _processors, "handler": _handler, "batch_handler": _batch_handler}
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for _ in range(ROUNDS):

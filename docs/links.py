@@ -14,7 +14,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([\w/.-]+)(?:#[\w-]+)?\)")
 FILE = re.compile(r"^<!-- file: ([\w/.-]+) -->$", re.MULTILINE)
-LANGUAGES = {".py": "python", ".toml": "toml", ".yaml": "yaml", ".service": "ini"}
+LANGUAGES = {
+    **{".py": "python", ".toml": "toml", ".yaml": "yaml", ".service": "ini"},
+    **{".sql": "sql", ".go": "go"},
+}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -1,11 +1,13 @@
 """A PostgreSQL server for experiments, installed from a wheel, without root, until Ctrl-C.
 
-    python postgresql.py .try shop store > try.env &     # its data is in the folder .try
-    until [ -s try.env ]; do sleep 1; done               # it accepts connections now
-    . ./try.env                                          # SHOP_DSN, SHOP_URL, STORE_DSN, STORE_URL
+    rm -f try.env                                        # of an earlier start
+    python postgresql.py .try shop mom > try.env &       # its data is in the folder .try
+    until [ -s try.env ] || ! kill -0 $!; do sleep 1; done    # until it accepts connections
+    . ./try.env                                          # SHOP_DSN, SHOP_URL, MOM_DSN, MOM_URL
 
 For each given database, it prints connection settings for psycopg and for SQLAlchemy as shell
-commands. It also adds psql to PATH. The data is kept for the next start.
+commands. It also adds psql to PATH. The data is kept for the next start. Its state is shown on
+standard error.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ def url(database: Dsn) -> str:
 
 def main(folder: str, *databases: str) -> None:
     """Run the server with these databases."""
+    print("starting PostgreSQL …", file=sys.stderr)
     with EmbeddedServer(Path(folder) / "data") as server:
         lines = [f'export PATH="{programs(DEFAULT_VERSION)}:$PATH"']
         for name in databases:
@@ -34,6 +37,7 @@ def main(folder: str, *databases: str) -> None:
             lines.append(f"export {name.upper()}_DSN={shlex.quote(database.conninfo)}")
             lines.append(f"export {name.upper()}_URL={shlex.quote(url(database))}")
         print("\n".join(lines), flush=True)
+        print("ready", file=sys.stderr)
         signal.sigwait({signal.SIGINT, signal.SIGTERM})
 
 

@@ -1,7 +1,7 @@
 """Many tenants: a database for each, and one forwarder and one service for all.
 
-    export SERVER_DSN=postgresql://localhost/postgres STORE_DSN=postgresql://localhost/store
-    saf migrate --dsn "$STORE_DSN"
+    export SERVER_DSN=postgresql://localhost/postgres MOM_DSN=postgresql://localhost/mom
+    saf migrate --dsn "$MOM_DSN"
     saf service create billing --config tenants.toml
     python tenants.py add acme                           # a database tenant_acme, migrated
     python tenants.py place acme A-1 90                  # an order of this tenant
@@ -26,7 +26,7 @@ import saf
 from saf.broker.migrate import migrate
 from saf.database import Dsn
 
-billing = saf.Worker(os.environ["STORE_DSN"], "billing")
+billing = saf.Worker(os.environ["MOM_DSN"], "billing")
 
 ORDERS = "CREATE TABLE IF NOT EXISTS orders (number text PRIMARY KEY, total int NOT NULL)"
 ORDER = "INSERT INTO orders (number, total) VALUES (%s, %s)"

@@ -1,7 +1,7 @@
 """An event: one class is the form of a message for the shop that sends and for billing.
 
     export SHOP_DSN=postgresql://localhost/shop          # `saf migrate` was run on both databases
-    export STORE_DSN=postgresql://localhost/store        # and the service billing lives in this one
+    export MOM_DSN=postgresql://localhost/mom            # and the service billing lives in this one
     python typed.py A-1 90                               # the shop: an order
     saf worker typed:billing                             # billing: its invoice
 
@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS invoice (number text PRIMARY KEY, total numeric, curr
 """
 
 outbox = saf.Outbox(from_service="shop")
-billing = saf.Worker(os.environ["STORE_DSN"], "billing")
+billing = saf.Worker(os.environ["MOM_DSN"], "billing")
 
 
 @saf.event("OrderPlaced", key="number", version=2)

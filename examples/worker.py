@@ -1,6 +1,6 @@
 """A worker: the service billing, which writes an invoice for each order.
 
-    export STORE_DSN=postgresql://localhost/store        # `saf migrate --dsn "$STORE_DSN"` was run
+    export MOM_DSN=postgresql://localhost/mom            # `saf migrate --dsn "$MOM_DSN"` was run
     saf service create billing                           # once; it lives in that database
     saf worker worker:billing                            # any number of workers share the work
 
@@ -18,7 +18,7 @@ import psycopg
 
 import saf
 
-billing = saf.Worker(os.environ["STORE_DSN"], "billing")
+billing = saf.Worker(os.environ["MOM_DSN"], "billing")
 
 TABLE = "CREATE TABLE IF NOT EXISTS invoice (number text PRIMARY KEY, total int NOT NULL)"
 INSERT = "INSERT INTO invoice (number, total) VALUES (%s, %s)"

@@ -1,7 +1,7 @@
 """A web application that also receives: Litestar, with a worker beside it in the same process.
 
     pip install litestar uvicorn
-    export STORE_DSN=postgresql://localhost/store        # `saf migrate --dsn "$STORE_DSN"` was run
+    export MOM_DSN=postgresql://localhost/mom            # `saf migrate --dsn "$MOM_DSN"` was run
     saf service create billing                           # once; it lives in that database
     uvicorn worker_in_litestar:app
     curl localhost:8000/invoices/A-1                     # once the order A-1 was forwarded
@@ -23,7 +23,7 @@ from litestar.exceptions import HTTPException, NotFoundException
 
 import saf
 
-DSN = os.environ["STORE_DSN"]
+DSN = os.environ["MOM_DSN"]
 billing = saf.Worker(DSN, "billing")
 
 TABLE = "CREATE TABLE IF NOT EXISTS invoice (number text PRIMARY KEY, total int NOT NULL)"

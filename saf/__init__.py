@@ -1,9 +1,10 @@
 """Transactional store-and-forward outbox for PostgreSQL.
 
-Sending:   `Outbox`, `Message`, `event`, `upcaster`
+Sending:   `Outbox`, `Message`, `Sent`, `event`, `upcaster`
+Schedules: `Schedules`; `saf.schedules` adds, pauses and removes them
 Receiving: `receive`, `areceive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`,
            `Received`, `VerifiedFrom`, `Policy`, `inbox_once`, `create_service`, `create_services`,
-           `traced`
+           `set_fairness`, `traced`
 Routing:   `add_route`, `Resolved`; `saf.routing_service`, which needs Arrow, serves routers that
            forward
 Schema:    `migrate`, `Migrated`; `saf.alembic` serves an application's own Alembic
@@ -17,7 +18,8 @@ only sends needs neither Spark nor Arrow.
 """
 
 from saf.broker.migrate import Migrated, migrate
-from saf.broker.services import create_service, create_services
+from saf.broker.services import create_service, create_services, set_fairness
+from saf.dialogs import waiting as _waiting  # noqa: F401 - for Dialog.wait
 from saf.dialogs.arrival import Dialogs
 from saf.dialogs.contracts import create_contract, create_message_type
 from saf.dialogs.conversations import Conversation, conversations
@@ -33,6 +35,7 @@ from saf.errors import (
     DialogEnded,
     DialogError,
     DialogExpired,
+    DialogFailed,
     DialogNotFound,
     Fenced,
     InvalidMessage,
@@ -54,6 +57,7 @@ from saf.errors import (
     TypeNotInContract,
     Unavailable,
     UndecodableEvent,
+    UnexpectedMessage,
     UnknownService,
     UnreadableBody,
     UnreadableHeaders,
@@ -61,7 +65,7 @@ from saf.errors import (
     UsageError,
     WrongDirection,
 )
-from saf.message import Message
+from saf.message import Message, Sent
 from saf.outbox import Outbox
 from saf.received import Received, VerifiedFrom
 from saf.receiving.arrival import install
@@ -74,6 +78,7 @@ from saf.receiving.retries import Policy
 from saf.receiving.worker import Worker
 from saf.routing.resolved import Resolved
 from saf.routing.routes import add_route
+from saf.schedules.declared import Schedules
 from saf.signing.signer import Key, Signer
 from saf.signing.verifier import Keys
 from saf.telemetry.tracing import traced
@@ -94,6 +99,7 @@ __all__ = [
     "DialogEnded",
     "DialogError",
     "DialogExpired",
+    "DialogFailed",
     "DialogNotFound",
     "Fenced",
     "InvalidMessage",
@@ -117,15 +123,18 @@ __all__ = [
     "Restored",
     "RowsGone",
     "SafError",
+    "Schedules",
     "SchemaError",
     "SchemaMismatch",
     "SchemaMissing",
     "SchemaViolation",
+    "Sent",
     "Signer",
     "StopTimeout",
     "TypeNotInContract",
     "Unavailable",
     "UndecodableEvent",
+    "UnexpectedMessage",
     "UnknownService",
     "UnreadableBody",
     "UnreadableHeaders",
@@ -151,6 +160,7 @@ __all__ = [
     "move_dialog",
     "open_dialog",
     "receive",
+    "set_fairness",
     "set_group_state",
     "traced",
     "upcaster",

@@ -1,5 +1,10 @@
-"""``python -m saf`` is the command ``saf``."""
+"""The command ``saf``, as ``python -m saf`` and as a program."""
 
-from saf.cli import program
+from saf.signals import end_at_interrupt
 
-program()
+end_at_interrupt()
+
+from saf.cli import program  # noqa: E402 - its imports take most of a second
+
+if __name__ == "__main__":
+    program()

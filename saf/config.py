@@ -58,7 +58,14 @@ from pydantic_settings import (
 from saf.database import Dsn, refuse_unescaped, without_driver
 from saf.database.bounds import Bounds
 from saf.destinations.kinds import DEFAULT, AnyDestination, settings_of, table_at
-from saf.destinations.settings import Connections, DestinationSettings, DsnField, Quality, within
+from saf.destinations.settings import (
+    Connections,
+    DestinationSettings,
+    DsnField,
+    Quality,
+    Written,
+    within,
+)
 from saf.errors import ConfigurationError, MissingExtra, UsageError
 from saf.message import DEFAULT_MAX_BYTES, MAX_NAME, fits
 from saf.receiving.dispatch.settings import Endpoint, Network
@@ -654,6 +661,9 @@ def _checked(path: Path, tables: Mapping[str, Any], make: Callable[[], S]) -> S:
         raise ConfigurationError(f"{path}: {error}") from None
 
 
+VARIABLE = r"\$\{(\w+)\}"
+
+
 def _expand(value: Any, location: tuple[str, ...]) -> Any:
     """Return ``value`` with every ``${NAME}`` replaced from the environment."""
     if isinstance(value, dict):
@@ -672,17 +682,25 @@ def _expand(value: Any, location: tuple[str, ...]) -> Any:
         return os.environ[name]
 
     def replaced(text: str) -> str:
-        return re.sub(r"\$\{(\w+)\}", replacement, text)
+        return re.sub(VARIABLE, replacement, text)
 
-    if location[-1] != "dsn" or value.startswith("${"):
-        return replaced(value)
+    return _dsn(value, replaced) if location[-1] == "dsn" else replaced(value)
+
+
+def _dsn(value: str, replaced: Callable[[str], str]) -> str:
+    """Return a dsn with its variables replaced, in a text that remembers where it can be fixed."""
+    variables = re.findall(VARIABLE, value)
+    names = f"the environment variable{'s' * (len(variables) > 1)} {', '.join(variables)}"
+    if value.startswith("${"):
+        return Written(replaced(value), names)
     value = without_driver(value)
     refuse_unescaped(value)
     try:
         parts = conninfo_to_dict(value)
     except (psycopg.ProgrammingError, ValueError):  # e.g. a password's % is not UTF-8
         return value  # rejected later as a dsn, without values from the environment
-    return make_conninfo("", **{name: replaced(str(part)) for name, part in parts.items()})
+    conninfo = make_conninfo("", **{name: replaced(str(part)) for name, part in parts.items()})
+    return Written(conninfo, "the dsn in saf.toml" + f" or {names}" * bool(variables))
 
 
 def _explain(problem: Any, tables: Mapping[str, Any] = MappingProxyType({})) -> str:

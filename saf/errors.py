@@ -20,6 +20,8 @@
     │   │   ├── DialogElsewhere   the handle belongs to another database
     │   │   ├── DialogEnded       one of the two ends has ended, or the dialog failed
     │   │   ├── DialogExpired     the dialog's lifetime is over
+    │   │   ├── DialogFailed      a wait has met the dialog's Error
+    │   │   ├── UnexpectedMessage a wait has met a message of another type
     │   │   └── ContractViolation the contract does not allow the message
     │   │       ├── TypeNotInContract
     │   │       ├── WrongDirection
@@ -40,6 +42,7 @@
     ├── SparkGone                 Spark itself has ended: the next run continues
     ├── UnknownService            a destination does not know the addressed services
     ├── AnotherBroker             messages are addressed to another broker
+    ├── Paused                    an operator has paused a destination
     ├── NoDialogs                 a destination takes no messages of dialogs
     ├── Unroutable                no route and no default destination for a service
     ├── Rejected                  a destination does not accept a message
@@ -164,10 +167,10 @@ class InvalidMessage(UsageError, ValueError):
 class AutocommitError(UsageError):
     """The connection commits each statement separately, so the message would not be atomic."""
 
-    def __init__(self) -> None:
+    def __init__(self, done: str = "sent") -> None:
         super().__init__(
             "this connection is in autocommit and no transaction is open: the message would be "
-            "sent even if your business transaction rolls back. Open a transaction first "
+            f"{done} even if your business transaction rolls back. Open a transaction first "
             "(with conn.transaction(): …, in Django with transaction.atomic(): …), or use "
             "Outbox(allow_autocommit=True) if that is intended"
         )
@@ -177,7 +180,10 @@ class MissingExtra(UsageError):
     """An optional dependency is not installed."""
 
     def __init__(self, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs more packages: pip install 'saf-outbox[{extra}]'")
+        super().__init__(
+            f"{purpose} needs more packages: pip install 'saf-outbox[{extra}]', or in a clone of "
+            f"saf pip install '.[{extra}]'"
+        )
         self.extra = extra
         self.purpose = purpose
 
@@ -287,6 +293,29 @@ class DialogElsewhere(DialogError):
             f"{database!r}: an end of a dialog speaks where it was begun or received"
         )
         self.handle = handle
+
+
+class DialogFailed(DialogError):
+    """The dialog has failed, so no answer will come. ``code`` and ``text`` are the Error's."""
+
+    def __init__(self, handle: UUID, code: int, text: str) -> None:
+        super().__init__(f"conversation {handle} has failed ({code}: {text}): end it")
+        self.handle = handle
+        self.code = code
+        self.text = text
+
+
+class UnexpectedMessage(DialogError):
+    """The next message of the dialog has another type than the one waited for."""
+
+    def __init__(self, handle: UUID, wanted: str, found: str | None) -> None:
+        super().__init__(
+            f"the next message of conversation {handle} has type {found!r}, and not {wanted!r}: "
+            "wait for it first, or receive it by saf.receive(…, conversation=…)"
+        )
+        self.handle = handle
+        self.wanted = wanted
+        self.found = found
 
 
 class DialogEnded(DialogError):
@@ -431,24 +460,25 @@ class StopTimeout(SafError):
 class Unavailable(SafError):
     """A database does not answer. Nothing is lost: the next run continues where this one stopped.
 
-    ``hangs``: the server exists but does not answer in time, so an immediate retry does not help.
+    ``hangs``: the server exists but does not answer in time, e.g. because of a lock, so an
+    immediate retry does not help.
     """
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h: cron and Airflow retry
 
     def __init__(self, what: str, reason: str, *, hangs: bool = False) -> None:
-        if hangs:
-            reason += "; `saf doctor` shows who holds which lock"
-        super().__init__(f"{what} is unavailable: {reason}")
+        super().__init__(
+            f"{what} does not answer: {reason}; `saf doctor` shows who holds the lock"
+            if hangs
+            else f"{what} is unavailable: {reason}"
+        )
         self.what = what
         self.reason = reason
         self.hangs = hangs
 
     def of(self, what: str) -> Unavailable:
         """Return the same error with the configured name of the database."""
-        renamed = Unavailable(what, self.reason)
-        renamed.hangs = self.hangs
-        return renamed
+        return Unavailable(what, self.reason, hangs=self.hangs)
 
 
 class DiskFull(Unavailable):
@@ -592,19 +622,25 @@ def no_service(
     named = services[:NAMED]
     more = len(services) - NAMED
     others = {*known} - {*services}
-    near = [
-        repr(match)
-        for service in named
-        for match in difflib.get_close_matches(service, sorted(others), n=1)
-    ]
     at = ("--broker", broker) if broker is not None else ()
     return (
         f"{where} has no {'service' if len(services) == 1 else 'services'} "
         f"{', '.join(map(repr, named))}{f' and {more} more' if more > 0 else ''}. "
-        + (f"Did you mean {' and '.join(dict.fromkeys(near))}? " if near else "")
+        + meant(named, others)
         + f"Create {'it' if len(services) == 1 else 'them'}{'' if at else ' there'}: "
         f"`{shlex.join(('saf', 'service', 'create', *named, *at))}`"
     )
+
+
+def meant(names: Iterable[str], known: Iterable[str]) -> str:
+    """Ask for similar known names, in a sentence and a space; return nothing if there are none.
+
+    >>> meant(["biling"], ["billing", "shipping"]), meant(["erp"], ["billing"])
+    ("Did you mean 'billing'? ", '')
+    """
+    others = sorted(known)
+    near = [repr(match) for name in names for match in difflib.get_close_matches(name, others, n=1)]
+    return f"Did you mean {' and '.join(dict.fromkeys(near))}? " if near else ""
 
 
 class AnotherBroker(SafError):
@@ -620,6 +656,20 @@ class AnotherBroker(SafError):
         )
         self.broker = broker
         self.others = others
+
+
+class Paused(SafError):
+    """An operator has paused a destination. Its messages wait until it is resumed."""
+
+    exit_code = 75
+    needs_operator = True
+
+    def __init__(self, destination: str, pause: str) -> None:
+        super().__init__(
+            f"destination {destination!r} is {pause}; its messages wait until "
+            f"`saf destination resume {shlex.quote(destination)}`"
+        )
+        self.destination = destination
 
 
 class NoDialogs(SafError):
@@ -641,7 +691,8 @@ class NoDialogs(SafError):
 class Unroutable(SafError):
     """No route leads from a message's service, and its broker if set, to a destination.
 
-    ``elsewhere`` has the destinations that routes lead to, each with its actual broker.
+    ``elsewhere`` has the destinations that routes lead to, each with its actual broker; ``routed``
+    the services that have a route.
     """
 
     exit_code = 75
@@ -652,11 +703,12 @@ class Unroutable(SafError):
         service: str,
         broker: str | None = None,
         elsewhere: Mapping[str, str] = MappingProxyType({}),
+        routed: Iterable[str] = (),
     ) -> None:
         known = "".join(f", destination {name!r} is {one}" for name, one in elsewhere.items())
         if broker is None:
             problem = (
-                f"no route for service {service!r}. Add one: "
+                f"no route for service {service!r}. {meant([service], routed)}Add one: "
                 f"`{shlex.join(('saf', 'route', 'add', 'DESTINATION', '--service', service))}`, or "
                 "set forwarder.default_destination in saf.toml"
             )

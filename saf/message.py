@@ -25,10 +25,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from datetime import UTC, date, datetime, time
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 from uuid import UUID, uuid4
 
 from saf.errors import InvalidMessage
@@ -193,6 +193,8 @@ def _described(value: object) -> str:
 EMPTY = "is empty; if it does not exist, pass None, in SQL NULL"
 MAX_NAME = 255
 """Longest service or message type, in bytes of UTF-8."""
+MAX_MESSAGE_NAME = 255
+"""Longest name of a message, in bytes of UTF-8."""
 MAX_KEY = 1024
 """Longest key, in bytes of UTF-8. Keys are indexed, and an index entry has at most 2,704."""
 MOST_BITS = 4 * MAX_KEY
@@ -276,6 +278,35 @@ EXPONENT = re.compile(r"\de[+-](\d{1,3})(?!\d)")
 """Matches the exponent of a number as `json.dumps` writes it."""
 
 
+IfThere = Literal["skip", "replace", "later"]
+IF_THERE: tuple[IfThere, ...] = get_args(IfThere)
+Outcome = Literal["sent", "held", "replaced", "kept", "already_sent"]
+LONGEST_ONCE_FOR = timedelta(days=36525)
+
+
+class Sent(UUID):
+    """The id of a message, as `Outbox.send` returns it."""
+
+    __slots__ = ("outcome",)
+
+    outcome: Outcome
+    """``sent`` or ``held``: no message had this name. ``replaced``: this message took the place of
+    the held one. ``kept``: the held message stayed as it was. ``already_sent``: the message with
+    this name was sent before, so this one is not sent."""
+
+    def __init__(self, message_id: UUID, outcome: Outcome = "sent") -> None:
+        super().__init__(int=message_id.int)
+        object.__setattr__(self, "outcome", outcome)  # UUIDs are immutable
+
+    @property
+    def is_new(self) -> bool:
+        """False if a message already had this name. The id is that of the message that has it."""
+        return self.outcome in ("sent", "held")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Sent, (UUID(int=self.int), self.outcome))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
     """A message for `Outbox.send_many`; the fields are the arguments of `Outbox.send`."""
@@ -289,6 +320,15 @@ class Message:
     expires_at: datetime | None = None
     to_broker: UUID | None = None
     from_service: str | None = None
+    name: str | None = None
+    if_there: IfThere = "skip"
+    once_for: timedelta | None = None
+    later_limit: timedelta | None = None
+
+    @property
+    def passes_by(self) -> bool:
+        """Whether it goes into the outbox in any case, because it has neither a name nor a time."""
+        return self.name is None and self.deliver_at is None
 
 
 class Row(NamedTuple):
@@ -311,12 +351,16 @@ encode_body = Encoder()
 
 
 def encode(
-    message: Message, max_bytes: int = DEFAULT_MAX_BYTES, encode_body: Encoder = encode_body
+    message: Message,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    encode_body: Encoder = encode_body,
+    *,
+    traced: bool = True,
 ) -> Row:
     """Check a message and turn it into a row with a new random id.
 
-    An event gives its type, key and version, unless the message has a key. The headers get the
-    current trace context, if there is one; see `saf.telemetry.carried`.
+    An event gives its type, key and version, unless the message has a key. If ``traced``, the
+    headers get the current trace context, if there is one; see `saf.telemetry.carried`.
 
     Raises:
         InvalidMessage: names the field at fault.
@@ -333,10 +377,14 @@ def encode(
         raise InvalidMessage("to_broker", f"{message.to_broker!r} is not a uuid.UUID")
     _check_moment("deliver_at", message.deliver_at)
     _check_moment("expires_at", message.expires_at)
+    if message.name is not None:
+        check_text("name", message.name, MAX_MESSAGE_NAME)
+    _check_once(message)
     if message.expires_at is not None and message.expires_at <= datetime.now(UTC):
         raise InvalidMessage(
             "expires_at", f"{message.expires_at.isoformat()} is over: nobody would get the message"
         )
+    _check_order(message)
     body, content_type = encode_body(message.body)
     headers = encode_headers(message.headers, content_type)
     if len(body) > max_bytes:
@@ -351,11 +399,45 @@ def encode(
         message.to_broker,
         key,
         message.message_type,
-        with_context(headers, message.headers),
+        with_context(headers, message.headers) if traced else headers,
         body,
         message.deliver_at,
         message.expires_at,
     )
+
+
+def _check_once(message: Message) -> None:
+    """Check the arguments that define the meaning of a name."""
+    if message.if_there not in IF_THERE:
+        expected = ", ".join(map(repr, IF_THERE))
+        raise InvalidMessage("if_there", f"expected {expected}, got {message.if_there!r}")
+    if message.if_there != "skip" and message.name is None:
+        raise InvalidMessage("if_there", f"{message.if_there!r} needs a name")
+    if message.once_for is not None:
+        _check_span("once_for", message.once_for)
+    if message.later_limit is not None:
+        if message.if_there != "later":
+            raise InvalidMessage("later_limit", "needs if_there='later'")
+        _check_span("later_limit", message.later_limit)
+
+
+def _check_span(field: str, span: object) -> None:
+    """Reject values that are not a time for which a name may be kept or a message postponed."""
+    if not isinstance(span, timedelta):
+        raise InvalidMessage(field, f"{span!r} is not a datetime.timedelta")
+    if not timedelta(0) <= span <= LONGEST_ONCE_FOR:
+        raise InvalidMessage(field, f"{span} is not between 0 and {LONGEST_ONCE_FOR.days:,} days")
+
+
+def _check_order(message: Message) -> None:
+    """Reject a message that would expire before it is due."""
+    due, end = message.deliver_at, message.expires_at
+    if due is not None and end is not None and due >= end:
+        raise InvalidMessage(
+            "expires_at",
+            f"{end.isoformat()} is not after deliver_at {due.isoformat()}: nobody would get the "
+            "message",
+        )
 
 
 def _of_event(message: Message, event: Event[Any]) -> Message:
@@ -509,6 +591,17 @@ def _stored_size(headers: str) -> int:
     if len(headers) * 60 < MAX_HEADERS:
         return len(headers)  # within the limit: no character grows to more than 50 bytes
     return len(headers) + sum(map(int, EXPONENT.findall(headers)))
+
+
+def check_due(deliver_at: object) -> None:
+    """Reject values that are not a time at which a message can be due.
+
+    Raises:
+        InvalidMessage: names the field.
+    """
+    if deliver_at is None:
+        raise InvalidMessage("deliver_at", "is None: to send the message now, give the time now")
+    _check_moment("deliver_at", deliver_at)
 
 
 def _check_moment(field: str, moment: object) -> None:

@@ -291,6 +291,19 @@ class Received:
         """Return the message's columns by name, to store them elsewhere."""
         return dict(zip(READ, self._row, strict=False)) | {"message_id": self.message_id}
 
+    def in_memory(self) -> Received:
+        """Return the message with its whole body, for use after the transaction has ended."""
+        return self
+
+    def with_body(self, body: bytes) -> Received:
+        """Return the same message with another body."""
+        row = (*self._row[:_BODY], body, *self._row[_BODY + 1 :])
+        message = Received(row, self.parked_id, self.attempt)
+        if self.dialog is not None:
+            message.belongs_to(self.dialog)
+        message.is_signed_by(self.signed_by)
+        return message
+
     def __repr__(self) -> str:
         return (
             f"Received(message_id={self.message_id}, service={self.service!r}, key={self.key!r}, "

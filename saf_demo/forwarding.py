@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from saf.cli.alive import say_spark_starts
 from saf.cli.console import Listing
 from saf.cli.forward import ProgressBar
 from saf.config import Broker, Forwarder, Route, Router, Settings
@@ -22,11 +21,11 @@ from saf.operating.wording import counted
 from saf.spark import session
 from saf_demo import kinds, proof, webhooks
 from saf_demo.flights import SERVICE
-from saf_demo.stage import Outcome, Stage, counts
+from saf_demo.stage import Outcome, Stage, counts, step
 
 if TYPE_CHECKING:
     from saf.database import Dsn
-    from saf.forwarding.summary import Summary
+    from saf.forwarding.summary import Progress, Summary
 
 AIRPORTS = ("EWR", "JFK", "LGA")
 CLASSIFIER = "saf_demo.flights:by_origin"
@@ -121,7 +120,7 @@ def _to_webhooks(stage: Stage) -> Place:
     webhooks.prepare(mom)
 
     def send_on() -> str:
-        with stage.console.status("sending webhooks"):
+        with step(stage.console, "sending webhooks"):
             sent = webhooks.send(mom, folder)
         pause = f", including {webhooks.PAUSE_SECONDS:g} s of the receiver's pause"
         sentence = f"sent {counted(sent.requests, 'webhook')} in {sent.seconds:.1f} s"
@@ -147,7 +146,7 @@ def run(stage: Stage, place: Place) -> Outcome:
         console.print(f"saf: {problem['error']}", style="red", soft_wrap=True)
     if place.send_on is not None:
         console.print(place.send_on())
-    with console.status("comparing the databases"):
+    with step(console, "comparing the databases"):
         proofs = {
             name: proof.prove(
                 application.dsn, place.received(name), airport=name if place.routed else None
@@ -177,18 +176,27 @@ def run(stage: Stage, place: Place) -> Outcome:
 
 def _forward(stage: Stage, settings: Settings) -> Summary:
     """Forward everything that is pending."""
-    say_spark_starts()
-    spark = session.start(settings.forwarder.master, app_name="saf demo")
-    bar = ProgressBar(stage.console)
+    console = stage.console
+    with step(console, "starting Spark"):
+        spark = session.start(settings.forwarder.master, app_name="saf demo")
+    bar = ProgressBar(console)
+    reached = [""]
+
+    def note(progress: Progress) -> None:
+        reached.append(f"{progress.done:,} of {progress.total:,}")
+
     try:
         from saf.forwarding.forwarder import Forwarder as Forwarding
         from saf.spark.runner import SparkRunner
 
         runner = SparkRunner(lambda: spark)
-        return Forwarding(settings, runner, progress=bar.watching).drain()
+        forwarding = Forwarding(settings, runner, progress=bar.watching or note)
+        with step(console, "forwarding", lambda: reached[-1], spins=False):
+            return forwarding.drain()
     finally:
         bar.clear()
-        spark.stop()
+        with step(console, "stopping Spark"):
+            spark.stop()
 
 
 def listing(result: Mapping[str, Any]) -> Listing:

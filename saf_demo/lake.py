@@ -29,7 +29,7 @@ from saf.database import Dsn
 from saf.errors import MissingExtra, SafError
 from saf.spark import register, session, to_delta
 from saf_demo.proof import COLUMNS, Received, prove
-from saf_demo.stage import Application, Outcome, Stage, Written, counts
+from saf_demo.stage import Application, Outcome, Stage, Written, counts, step
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -83,7 +83,7 @@ def run(stage: Stage) -> Outcome:
     chart = folder / "lag.png"
     draw(course, chart)
     console.print(f"how far the stream was behind: {chart}", soft_wrap=True)
-    with console.status("comparing the database with the table"):
+    with step(console, "comparing the database with the table"):
         proof = prove(dsn, received(folder))
         sent, arrived = _delays(dsn, folder)
     result: dict[str, Any] = {

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import shutil
 import signal
 import socket
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TextIO
@@ -68,11 +69,18 @@ class Missing(UsageError):
         self.install = install
 
 
-def free_port() -> int:
-    """Return an unused port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+PORTS = range(20_000, 32_000)
+"""Ports that no system gives to outgoing connections by default."""
+
+
+def free_port(count: int = 1) -> int:
+    """Return an unused port, the first of ``count`` unused ports in a row."""
+    while True:
+        first = random.choice(PORTS)
+        with ExitStack() as bound, suppress(OSError):
+            for port in range(first, first + count):
+                bound.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return first
 
 
 def redis(folder: Path, port: int, settings: Mapping[str, str] = NONE) -> list[str]:

@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,17 @@ from rich.console import Console
 
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.migrate import migrate
+from saf.cli.alive import repeatedly
 from saf.cli.console import Listing, echo
 from saf.database import Dsn
 from saf.errors import SafError
+from saf.operating.wording import age
 from saf.spark import java
 from saf_demo.flights import FLIGHTS, Base
 
 WRITERS = 2
+TELL_SECONDS = 5.0
+"""Interval at which a step says that it goes on, without a terminal."""
 LOOK = "SELECT current_setting('server_version'), (SELECT count(*) FROM flight)"
 DROP = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)")
 
@@ -48,6 +54,36 @@ class Outcome:
         else:
             echo(self.title if self.right else "something is wrong")
             self.listing.show()
+
+
+@contextmanager
+def step(
+    console: Console, what: str, progress: Callable[[], str] = str, *, spins: bool = True
+) -> Iterator[None]:
+    """Show that a step goes on while a block runs: by a spinner, or by a line every few seconds.
+
+    Args:
+        console: a terminal, or not.
+        what: the step, as a participle and its object.
+        progress: returns how far the step has got; empty by default.
+        spins: false if the block has a progress bar of its own on a terminal.
+    """
+    if console.is_terminal and spins:
+        with console.status(f"{what} …"):
+            yield
+        return
+    console.print(f"{what} …", soft_wrap=True)
+    if console.is_terminal:
+        yield
+        return
+    began = time.monotonic()
+
+    def tell() -> None:
+        seconds = age(time.monotonic() - began)
+        console.print(f"{what} … ({seconds}) {progress()}".rstrip(), soft_wrap=True)
+
+    with repeatedly(TELL_SECONDS, tell):
+        yield
 
 
 def counts(rows: Mapping[str, float]) -> Listing:
@@ -110,9 +146,10 @@ class Stage:
             with self.server.dsn("postgres").connect(role="demo", autocommit=True) as connection:
                 for name in names:
                     connection.execute(DROP.format(sql.Identifier(name)))
-        dsns = {name: self.server.create_database(name) for name in names}
-        for dsn in dsns.values():
-            migrate(dsn)
+        with step(self.console, f"creating the databases {' and '.join(names)}"):
+            dsns = {name: self.server.create_database(name) for name in names}
+            for dsn in dsns.values():
+                migrate(dsn)
         return dsns
 
     def folder_of(self, name: str) -> Path:
@@ -153,18 +190,25 @@ class Stage:
         Raises:
             SafError: a writer failed, after printing the reason on stderr.
         """
-        self.console.print("recording flights …")
         columns = rich.progress.Progress.get_default_columns()
         written = Written()
-        with rich.progress.Progress(
-            *columns,
-            rich.progress.MofNCompleteColumn(),
-            console=self.console,
-            transient=True,
-            disable=not self.console.is_terminal,
-        ) as bar:
-            before, total = application.recorded, application.total
-            task = bar.add_task("recording flights", total=total, completed=before)
+        before, total = application.recorded, application.total
+        what = "recording flights" if before < total else "checking what is recorded"
+
+        def progress() -> str:
+            return f"{before + written.flights:,} of {total:,}"
+
+        with (
+            step(self.console, what, progress, spins=False),
+            rich.progress.Progress(
+                *columns,
+                rich.progress.MofNCompleteColumn(),
+                console=self.console,
+                transient=True,
+                disable=not self.console.is_terminal,
+            ) as bar,
+        ):
+            task = bar.add_task(what, total=total, completed=before)
             for recorded in _writers(application.dsn, self.limit):
                 written.transactions += 1
                 written.flights += recorded

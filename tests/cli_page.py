@@ -191,8 +191,13 @@ def _usage(command: Command) -> str:
         if one.required:
             said.append(word + ("…" if one.many and not word.endswith("…") else ""))
         elif one.is_argument:
-            said.append(f"[{word}{'…' if one.many else ''}]")
+            said.append(word if _is_one(one) else f"[{word}{'…' if one.many else ''}]")
     return " ".join([*said, "[OPTIONS]"])
+
+
+def _is_one(one: Parameter) -> bool:
+    """Whether the words of an argument are one thing, named by one word or by two."""
+    return one.is_argument and " | " in one.takes
 
 
 def _row(one: Parameter) -> str:
@@ -207,7 +212,7 @@ def _row(one: Parameter) -> str:
     elif isinstance(one.default, (int, float, str)) and not isinstance(one.default, bool):
         shown = one.default.value if isinstance(one.default, Enum) else one.default
         said += [f"Default: {shown}."] if shown != "" else []
-    if one.many:
+    if one.many and not _is_one(one):
         said.append("May be repeated.")
     if one.info.envvar:
         said.append(f"Or the environment variable `{one.info.envvar}`.")

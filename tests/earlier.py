@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from saf.broker.migrate import BEFORE_BASELINE
+from alembic import command
+
+from saf.broker.migrate import BASELINE, BEFORE_BASELINE, config
 from saf.database import Dsn
 from tests.pipeline import connect
 
@@ -80,6 +82,7 @@ COMMENT ON COLUMN saf.staged.attempt IS NULL;
 def put_back(dsn: Dsn, revision: str = BEFORE_BASELINE[-1]) -> str:
     """Give a database of today the schema of a revision before the baseline; return its name."""
     assert revision in BEFORE_BASELINE
+    command.downgrade(config(dsn), BASELINE)
     with connect(dsn) as connection, connection.transaction():
         connection.execute(BACK.encode())
         connection.execute("UPDATE saf.alembic_version SET version_num = %s", [revision])

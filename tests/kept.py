@@ -12,6 +12,4 @@ from saf.database import connections
 @pytest.fixture(autouse=True)
 def _nothing_stays() -> Iterator[None]:
     yield
-    for connection in connections._kept.values():
-        connections.drop(connection)
-    connections._kept.clear()
+    connections.forget()

@@ -27,6 +27,9 @@ FROM generate_series(1, %s) AS n ORDER BY n
 """
 
 
+NAMELESS_HOST = ("--uts", "sh", "-c", 'hostname no-such-host.invalid; exec "$@"', "sh")
+"""Arguments of `unshare`, before a command: run it on a host whose name does not resolve."""
+
 USE_SPARK = "SAF_FORWARDER__USE_SPARK"
 """What tests of Spark set to `always`, because little work is done without it."""
 

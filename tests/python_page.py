@@ -47,7 +47,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
             "Processor",
             "handles",
         ),
-        *("Policy", "inbox_once", "create_service", "traced"),
+        *("Policy", "inbox_once", "create_service", "set_fairness", "traced"),
     ),
     "Routing": ("add_route", "Resolved"),
     "Schema": ("migrate", "Migrated"),

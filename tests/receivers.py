@@ -19,6 +19,7 @@ from saf.broker import services
 from saf.database import Dsn, fetch
 from saf.failpoints import fail_point
 from saf.log.shards import shard_of
+from saf.receiving import fair
 from saf.receiving.link import connected
 from saf.receiving.loop import Loop
 from saf.receiving.receive import Receiver
@@ -160,7 +161,7 @@ def let_the_server_notice(mom: Dsn) -> None:
     with connect(mom) as connection:
         while connection.execute(
             "SELECT FROM pg_stat_activity "
-            "WHERE datname = current_database() AND application_name = 'saf receive'"
+            "WHERE datname = current_database() AND starts_with(application_name, 'saf receive')"
         ).rowcount:
             time.sleep(0.01)
 
@@ -189,6 +190,12 @@ def dead(mom: Dsn) -> list[tuple[str, str]]:
 def consumer(mom: Dsn, seed: int) -> None:
     """Receive until nothing is left, in small deliveries, some of them rolled back."""
     consume(mom, seed, SUBSCRIPTION, count_up)
+
+
+def impatient_consumer(mom: Dsn, seed: int) -> None:
+    """The same; if the subscription is fair, it looks for arrivals before each delivery."""
+    fair.REFRESH_SECONDS, fair.REFRESH_RATIO = 0, 0
+    consumer(mom, seed)
 
 
 def consume(

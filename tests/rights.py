@@ -15,10 +15,17 @@ KINDS = [
 MATRIX = {
     "alembic_version": "s      s      s      s      s      s      s      s      s",
     "broker         ": "-      S      S      S      -      S      Su     S      -",
-    "outbox         ": "i      S      -      i      -      -      Si     S      i",
+    "outbox         ": "si     S      -      i      -      -      Si     S      i",
+    "held           ": "-      s      -      -      -      -      SuD    -      -",
+    "held_held_id_seq": "- - - - - - - - -",
+    "schedule       ": "s      s      -      -      -      -      S      -      -",
+    "schedule_run   ": "S      -      -      -      -      -      S      -      -",
+    "schedule_run_run_id_seq": "- - - - - - - - -",
     "outbox_status  ": "-      -      -      -      -      -      S      -      -",
     "inbox          ": "-      si     S      i      -      -      Si     S      -",
-    "subscription   ": "-      Su     Su     -      -      S      SiD    S      -",
+    "subscription   ": "-      Su     Su     -      -      S      SiuD   S      -",
+    "allotment      ": "-      Siu    Siu    -      -      -      SD     -      -",
+    "seat           ": "-      -      Su     -      -      -      Si     -      -",
     "member         ": "-      SiuD   SiuD   -      -      -      S      -      -",
     "cursor         ": "-      Su     Su     -      -      S      Siu    Su     -",
     "sender         ": "-      -      -      -      -      -      S      -      -",
@@ -69,6 +76,10 @@ MATRIX = {
 }
 # Of an operator, who repairs what was set back, and decides about what is parked
 REPAIRING = {
+    ("subscription", "u"): "paused_at paused_by paused_why rate concurrency fair_by priority_by "
+    "priority",
+    ("backoff", "u"): "attempts next_attempt_at error awaits_handler message_type needs_operator "
+    "paused_at",
     ("cursor", "u"): "allowance set_aside_at",
     ("conversation", "u"): "far_service far_broker group_id send_sequence receive_sequence "
     "ended_here ended_there error_code error_text timer changed_at lineage far_lineage "
@@ -78,6 +89,10 @@ SOME = {
     ("alembic_version", "s"): "version_num",
     ("outbox", "i"): "message_id from_service to_service to_broker key message_type headers body "
     "deliver_at expires_at",
+    ("outbox", "s"): "message_id",
+    ("held", "s"): "due refused",
+    ("schedule", "s"): "name cron every anchor zone missed next_run paused refused version",
+    ("held", "u"): "due refused",
     ("inbox", "s"): "txid id shard message_id",
     ("inbox", "i"): "message_id from_service to_service to_broker key conversation_id "
     "from_initiator sequence message_type headers body created_at deliver_at expires_at source",
@@ -88,6 +103,10 @@ SOME = {
     "allowance until cuts set_aside_at",
     ("cursor", "i"): "subscription_id shard done",
     ("subscription", "i"): "name log service stream",
+    ("allotment", "i"): "subscription_id destination next_free_at",
+    ("allotment", "u"): "next_free_at",
+    ("seat", "i"): "subscription_id seat",
+    ("seat", "u"): "created_at",
     ("route", "i"): "service broker destination quality enabled expires_at comment local",
     ("route", "u"): "service broker destination quality enabled expires_at comment local",
     ("route_version", "i"): "routes topics routers brokers",
@@ -118,7 +137,7 @@ SOME = {
     ("dead_letter", "s"): "subscription_id destination shard id message_id dead_letter_at",
     ("dead_letter", "u"): "error",
     ("service", "i"): "name",
-    ("audit", "i"): "action message_ids why person",
+    ("audit", "i"): "action message_ids why person names",
     ("endpoint", "i"): "name subscription_id url settings",
     ("endpoint", "u"): "subscription_id url settings",
     ("dispatched", "u"): "batch ids",
@@ -149,6 +168,8 @@ SOME = {
 }
 # What is said in a dialog has more columns; other kinds may see or write others, or fewer
 SPOKEN = {
+    ("schedule", "s"): "name from_service to_service message_type cron every anchor zone missed "
+    "next_run last_run skipped paused refused origin sender created_at changed_at",
     ("outbox", "i"): "message_id from_service to_service to_broker key conversation_id "
     "from_initiator sequence message_type headers body deliver_at expires_at",
     ("conversation", "s"): "conversation_id is_initiator service ended_here error_code",

@@ -80,8 +80,10 @@ def page(connection: psycopg.Connection[Any]) -> str:
     functions = fetch(connection, FUNCTIONS)
     if functions:
         written.append(
-            "## Functions\n\nConstraints and policies of the logs call these functions. Programs "
-            "need not call them.\n"
+            "## Functions\n\nSenders in any language call `saf.send`, `saf.cancel` and "
+            "`saf.reschedule`; see [Sending](../sending.md#without-python). Dialogs and receivers "
+            "call those of [From SQL](../sql-api.md). Constraints, policies and saf's own programs "
+            "call the other functions.\n"
         )
     for name, arguments, result, comment in functions:
         call = f"saf.{name}({arguments}) → {result}"

@@ -44,6 +44,8 @@ class SchemaRegistry:
         match method, [unquote(part) for part in path.strip("/").split("/")]:
             case "POST", ["subjects", subject, "versions"]:
                 return {"id": self.register(subject, body)}
+            case "GET", ["subjects"]:
+                return [*self.subjects]
             case "GET", ["subjects", subject, "versions", version]:
                 known = self.subjects.get(subject, [])
                 wanted = len(known) if version == "latest" else int(version)

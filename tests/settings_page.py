@@ -66,12 +66,14 @@ query = "SELECT name, dsn FROM region"
 
 [destinations.mom]
 kind = "postgresql"
+rate = "1000/s"
 dsn = "${MOM_DSN}"
 quality = "exactly_once"
 max_connections = 50
 
 [destinations.lake]
 kind = "jsonl"
+rate = "1000/s"
 folder = "/srv/lake"
 quality = "at_least_once"
 max_connections = 4
@@ -80,6 +82,7 @@ lock_seconds = 30.0
 
 [destinations.orders]
 kind = "nats"
+rate = "1000/s"
 server = "tls://nats-1.example.com:4222,nats-2.example.com:4222"
 stream = "ORDERS"
 topic = "orders.{service}"
@@ -99,6 +102,7 @@ max_connections = 4
 
 [destinations.work]
 kind = "rabbitmq"
+rate = "1000/s"
 server = "amqps://rabbit-1.example.com:5671,rabbit-2.example.com:5671/shop"
 username = "saf"
 password = "${RABBITMQ_PASSWORD}"
@@ -114,6 +118,7 @@ max_connections = 4
 
 [destinations.flights]
 kind = "kafka"
+rate = "1000/s"
 brokers = "kafka-1.example.com:9093,kafka-2.example.com:9093"
 security_protocol = "SASL_SSL"
 sasl_mechanism = "SCRAM-SHA-512"
@@ -154,6 +159,7 @@ subject = "{topic}-{message_type}"
 
 [destinations.shipments]
 kind = "rabbitmq_stream"
+rate = "1000/s"
 server = "rabbitmq-stream+tls://rabbit-1.example.com:5551,rabbit-2.example.com:5551/shop"
 username = "saf"
 password = "${RABBITMQ_PASSWORD}"
@@ -170,6 +176,7 @@ max_connections = 4
 
 [destinations.partner]
 kind = "https"
+rate = "1000/s"
 server = "https://partner.example.com/saf"
 secret = "${PARTNER_SECRET}"
 ca_file = "/etc/ssl/partner-ca.pem"
@@ -180,6 +187,7 @@ max_connections = 4
 
 [destinations.events]
 kind = "redis"
+rate = "1000/s"
 server = "rediss://redis.example.com:6379/0"
 username = "saf"
 password = "${REDIS_PASSWORD}"
@@ -196,6 +204,7 @@ max_connections = 4
 
 [destinations.table]
 kind = "delta"
+rate = "1000/s"
 table = "s3://lake/messages"
 partition_by = "day"
 promote = {amount = "double", paid_at = "timestamp"}
@@ -205,6 +214,7 @@ max_connections = 4
 
 [destinations.catalogued]
 kind = "iceberg"
+rate = "1000/s"
 catalog = "postgresql://db.example.com/lake?sslmode=require"
 table = "shop.messages"
 warehouse = "s3://lake/warehouse"

@@ -130,7 +130,8 @@ def _runs(runs: Sequence[Line]) -> str:
     latest = runs[-1]
     settings = ", ".join(f"`{name} = {value}`" for name, value in latest["settings"].items())
     rows = [(one["part"], one["at"], f"{one['seconds'] / 60:.1f} min") for one in runs]
-    lacks = [(name, what or "-") for name, what in latest["lacks"].items()]
+    found = {name: what for one in runs for name, what in one["lacks"].items()}
+    lacks = [(name, what or "-") for name, what in found.items()]
     return (
         f"Machine: {latest['machine']}. PostgreSQL {latest['postgresql']}; {settings}.\n\n"
         f"{_table(('workload', 'recorded', 'took'), rows)}\n"

@@ -1,7 +1,8 @@
 """saf itself: its outbox, forwarded exactly once by one session on two cores, to an inbox.
 
-Messages arrive in a real inbox with its index, in order. The session stays between the rounds, as
-in a loop; a cold run is measured apart.
+Messages arrive in a real inbox with its index, in order. As with ``saf forward``, Spark forwards
+deep backlogs, and the process itself few messages. The session stays between the rounds, as in a
+loop; a cold run is measured apart.
 """
 
 from __future__ import annotations
@@ -84,10 +85,11 @@ def mark(connection: psycopg.Connection) -> Callable[[], None]:
 
 def relay(app: str, mom: str, number: int, go_on: Callable[[], bool]) -> None:  # noqa: ARG001 - one
     from saf.forwarding.forwarder import Forwarder
+    from saf.forwarding.runner import LittleHere
     from saf.spark.runner import SparkRunner
 
     chosen = settings({"app": Dsn(app)}, Dsn(mom), interval_seconds=0.05)
-    forwarder = Forwarder(chosen, SparkRunner(_session))
+    forwarder = Forwarder(chosen, LittleHere(SparkRunner(_session)))
     if not go_on():
         if problems := forwarder.drain().problems:
             raise RuntimeError(str(problems))

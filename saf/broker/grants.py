@@ -7,7 +7,9 @@ of the old one. Rights that a role has by a group stay; if they exceed what any 
 logs, granting is refused.
 `RIGHTS` is the complete list of what each kind may do.
 
-    writer      sends: inserts messages, and reads none, not even its own
+    writer      sends: inserts messages, and reads none but their ids, not even its own. It also
+                calls the functions that hold, cancel and reschedule messages, and those that
+                change schedules, whose times and states it reads, but not their messages
     forwarder   at a source, reads the outbox and moves its cursors; at a destination, fills the
                 inbox. A broker is both, so one kind serves both
     receiver    reads the inbox and moves its cursors; so does a dispatcher. A receiver that replies
@@ -23,7 +25,8 @@ logs, granting is refused.
                 runs on many machines: the program, not the server, checks that every reader has
                 completed a slot, so a role that may TRUNCATE may destroy messages. A forwarder that
                 purges beside its work is a purger as well
-    operator    reads everything, and manages routes, services, messages set aside and slots
+    operator    reads everything, and manages routes, services, schedules, messages set aside
+                and slots
 
 No kind may create, alter or drop: only the owner, who migrates, may do that. Rights on the parent
 of a partitioned table are enough to read and write through it, and identity columns need no rights
@@ -101,6 +104,26 @@ MEMBERSHIP: Rights = {
             "allowance",
             "until",
             "cuts",
+        ),
+    },
+}
+
+# Schedules, but not their messages, and what a forwarder needs to know of those that are due
+SCHEDULES: Rights = {
+    "schedule": {
+        "SELECT": (
+            *("name", "from_service", "to_service", "message_type", "cron", "every", "anchor"),
+            *("zone", "missed", "next_run", "last_run", "skipped", "paused", "refused", "origin"),
+            *("sender", "created_at", "changed_at"),
+        ),
+    },
+    "schedule_run": {"SELECT": WHOLE},
+}
+DUE_SCHEDULES: Rights = {
+    "schedule": {
+        "SELECT": (
+            *("name", "version", "cron", "every", "anchor", "zone", "missed", "next_run"),
+            *("paused", "refused"),
         ),
     },
 }
@@ -207,6 +230,13 @@ ACKNOWLEDGING = {
     "UPDATE": ("batch", "position", "opened_at"),
 }
 
+# To keep a rate
+ALLOTTING = {
+    "SELECT": WHOLE,
+    "INSERT": ("subscription_id", "destination", "next_free_at"),
+    "UPDATE": ("next_free_at",),
+}
+
 # To let keys choose among the routes that share, and to remember what routers have resolved
 CHOOSING: Rights = {
     "route_choice": {
@@ -255,16 +285,24 @@ CONVERSING: Rights = {
 }
 
 RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
-    Kind.WRITER: (VERSION, {"outbox": {"INSERT": tuple(SENT)}}),
+    # the ids, for INSERT … RETURNING message_id
+    Kind.WRITER: (
+        VERSION,
+        {"outbox": {"INSERT": tuple(SENT), "SELECT": ("message_id",)}},
+        SCHEDULES,
+    ),
     Kind.FORWARDER: (
         VERSION,
         MEMBERSHIP,
         SETTING_ASIDE,
         COUNTING,
         CHOOSING,
+        DUE_SCHEDULES,
         {
             "outbox": {"SELECT": WHOLE},
             "outbox_id_seq": {"SELECT": WHOLE},
+            # the times of held messages, but neither names nor bodies
+            "held": {"SELECT": ("due", "refused")},
             "route": {"SELECT": WHOLE},
             "topic": {"SELECT": WHOLE},
             "router": {"SELECT": WHOLE},
@@ -288,6 +326,7 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             },
             "acknowledged": ACKNOWLEDGING,
             "taken_out": {"SELECT": WHOLE},
+            "allotment": ALLOTTING,
             "fleet_member": {
                 "SELECT": WHOLE,
                 "INSERT": ("fleet", "name", "broker_id"),
@@ -322,7 +361,13 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
         SETTING_ASIDE,
         COUNTING,
         DISPATCHING,
-        {"inbox": {"SELECT": WHOLE}, "inbox_id_seq": {"SELECT": WHOLE}},
+        {
+            "inbox": {"SELECT": WHOLE},
+            "inbox_id_seq": {"SELECT": WHOLE},
+            # a subscription with limits; to lock a seat needs the right to update some column
+            "allotment": ALLOTTING,
+            "seat": {"SELECT": WHOLE, "UPDATE": ("created_at",)},
+        },
     ),
     Kind.DIALOG: (VERSION, CONVERSING),
     Kind.ROUTER: (
@@ -382,6 +427,9 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "message_type": {"INSERT": WHOLE},
             "outbox": {"SELECT": WHOLE},
             "outbox_status": {"SELECT": WHOLE},
+            "held": {"SELECT": WHOLE, "UPDATE": ("due", "refused"), "DELETE": WHOLE},
+            "schedule": {"SELECT": WHOLE},
+            "schedule_run": {"SELECT": WHOLE},
             "sender": {"SELECT": WHOLE},
             "inbox": {"SELECT": WHOLE},
             "member": {"SELECT": WHOLE},
@@ -398,9 +446,16 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "service": {"SELECT": WHOLE, "INSERT": ("name",), "DELETE": WHOLE},
             "fleet_member": {"SELECT": WHOLE, "DELETE": WHOLE},
             "rejecting": {"SELECT": WHOLE},
+            "backoff": {"UPDATE": ("paused_at",)},
+            "allotment": {"SELECT": WHOLE, "DELETE": WHOLE},
+            "seat": {"SELECT": WHOLE, "INSERT": ("subscription_id", "seat")},
             "subscription": {
                 "SELECT": WHOLE,
                 "INSERT": ("name", "log", "service", "stream"),
+                "UPDATE": (
+                    *("paused_at", "paused_by", "paused_why", "rate", "concurrency"),
+                    *("fair_by", "priority_by", "priority"),
+                ),
                 "DELETE": WHOLE,
             },
             # to keep receivers from messages while an operator decides about them, and to note it
@@ -422,7 +477,10 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 ),
                 "DELETE": WHOLE,
             },
-            "audit": {"SELECT": WHOLE, "INSERT": ("action", "message_ids", "why", "person")},
+            "audit": {
+                "SELECT": WHOLE,
+                "INSERT": ("action", "message_ids", "why", "person", "names"),
+            },
         },
     ),
 }
@@ -432,6 +490,43 @@ EXECUTED: Mapping[tuple[str, str], tuple[str, ...]] = {
 }
 """For a table and a privilege, the functions that its users execute: those of CHECKs, policies and
 the conditions of triggers. Everybody may, unless the owner's default privileges forbid it."""
+
+_SEND = "text, text, timestamptz, timestamptz, text, jsonb, text, uuid, text, interval, interval"
+_SAY = tuple(f"saf.say(uuid, {body}, text, jsonb)" for body in ("bytea", "text", "jsonb"))
+_SCHEDULING = (
+    *("saf.lock_schedule", "saf.put_schedule", "saf.remove_schedule", "saf.pause_schedule"),
+    *("saf.resume_schedule", "saf.send_schedule"),
+)
+CALLED: Mapping[Kind, tuple[str, ...]] = {
+    Kind.WRITER: (
+        *(f"saf.send(text, {body}, {_SEND})" for body in ("bytea", "text", "jsonb")),
+        *("saf.hold", "saf.cancel", "saf.reschedule", "saf.session_role", "saf.with_content_type"),
+        *_SCHEDULING,
+    ),
+    Kind.FORWARDER: ("saf.move_held", "saf.run_schedule"),
+    Kind.RECEIVER: (
+        *("saf.receive", "saf.reject", "saf.retry_later", "saf.refuse_argument"),
+        # with the caller's rights, as the functions that call these
+        *("saf.is_failed", "saf.without_own", "saf.in_hand", "saf.newest_cursors"),
+        *("saf.refuse_receiver", "saf.reader", "saf.wait_after", "saf.set_aside"),
+        *("saf.wait_in_lane", "saf.time_late", "saf.bury", "saf.drop_message"),
+        *("saf.fail_dialog", "saf.begin_target", "saf.find_end", "saf.judge"),
+        *("saf.make_due", "saf.follow_routers", "saf.arrive", "saf.dispose"),
+        *("saf.take_shard", "saf.keep_copy", "saf.open_lane", "saf.count_failed"),
+        *("saf.give_up", "saf.note_failure", "saf.take_shards", "saf.take_lane"),
+        *("saf.out_of_hand", "saf.take_back"),
+    ),
+    Kind.DIALOG: (
+        *("saf.begin_dialog", "saf.end_dialog", *_SAY, "saf.with_content_type"),
+        # with the caller's rights, as the functions that call these
+        *("saf.utter", "saf.tell_oneself", "saf.expire_later", "saf.contract_fault"),
+        *("saf.text_fault", "saf.header_fault", "saf.refuse_argument", "saf.refuse_dialog"),
+        "saf.refuse_handle",
+    ),
+    Kind.PURGER: ("saf.forget_names",),
+    Kind.OPERATOR: ("saf.forget_names", *_SCHEDULING),
+}
+"""Functions that programs of a kind call."""
 
 REVOKE = (
     "REVOKE ALL ON ALL TABLES IN SCHEMA saf FROM {role}",
@@ -478,6 +573,7 @@ def statements(role: str, kinds: Iterable[Kind]) -> Iterator[sql.Composed]:
     grantee = sql.Identifier(role)
     for statement in REVOKE:
         yield sql.SQL(statement).format(role=grantee)
+    kinds = [*kinds]
     parts = [part for kind in kinds for part in RIGHTS[kind]]
     if parts:
         yield sql.SQL(USE).format(role=grantee)
@@ -494,6 +590,10 @@ def statements(role: str, kinds: Iterable[Kind]) -> Iterator[sql.Composed]:
                     yield sql.SQL(GRANT_EXECUTE).format(
                         functions=sql.SQL(", ").join(names), role=grantee
                     )
+    for kind in kinds:
+        if called := CALLED.get(kind):
+            listed = sql.SQL(", ").join(map(sql.SQL, called))
+            yield sql.SQL(GRANT_EXECUTE).format(functions=listed, role=grantee)
 
 
 def grant(connection: psycopg.Connection[Any], role: str, kinds: Iterable[Kind]) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import psycopg
 
-from saf.database import HAS_SCHEMA, REVISION, SCHEMA_REVISION, Dsn, pinned
+from saf.database import HAS_SCHEMA, REVISION, SCHEMA_REVISION, Dsn, pinned, reason_of
 from saf.errors import (
     ConfigurationError,
     RowsGone,
@@ -340,7 +340,7 @@ def _explained(what: str, redact: Callable[[str], str] = str) -> Iterator[None]:
     except Exception as error:
         cause = getattr(error, "orig", None) or error
         state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-        text = redact(str(cause))
+        text = redact(reason_of(cause))
         if state == psycopg.errors.InsufficientPrivilege.sqlstate:
             raise ConfigurationError(
                 f"this user may not migrate {what}: {text}. Let the owner of the "

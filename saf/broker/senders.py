@@ -14,6 +14,9 @@ Row-level security is enabled only while there are rules, so a broker without ru
 Enabling it waits a short time for the transactions that write to the outbox, and then gives up.
 `vouched_since` returns the message id after which ``from_service`` was checked.
 
+Rules hold for held messages too: when they are held, cancelled or rescheduled, and again when they
+are due. A message that no rule allows any more stays held, and is tried again when rules change.
+
 PostgreSQL takes no COPY from a role that is restricted by row: such a role sends by INSERT.
 
 Functions take a psycopg connection of the schema's owner, and write in their own transaction, or in
@@ -79,6 +82,31 @@ UPDATE saf.broker SET senders_since = (
 """
 DISABLE = "ALTER TABLE saf.outbox DISABLE ROW LEVEL SECURITY"
 NO_LONGER = "UPDATE saf.broker SET senders_since = NULL"
+# Changed rules may allow messages that they refused before
+TRY_HELD = "UPDATE saf.held SET refused = NULL WHERE refused IS NOT NULL"
+
+# As saf.vouch decides about each
+FORBIDDEN = """
+WITH waiting AS (
+    SELECT 'message' AS what, sender, from_service, to_service, count(*) AS number
+    FROM saf.held WHERE due IS NOT NULL GROUP BY 1, 2, 3, 4
+    UNION ALL
+    SELECT 'schedule', sender, from_service, to_service, count(*)
+    FROM saf.schedule WHERE NOT paused GROUP BY 1, 2, 3, 4)
+SELECT coalesce(sum(number) FILTER (WHERE what = 'message'), 0),
+       coalesce(sum(number) FILTER (WHERE what = 'schedule'), 0)
+FROM waiting w
+WHERE (SELECT senders_since FROM saf.broker) IS NOT NULL
+  AND NOT EXISTS (
+    SELECT FROM pg_roles r, pg_class c
+    WHERE r.rolname = w.sender AND c.oid = 'saf.outbox'::regclass
+      AND (r.rolsuper OR r.rolbypassrls OR pg_has_role(r.oid, c.relowner, 'USAGE')))
+  AND NOT EXISTS (
+    SELECT FROM saf.sender s
+    WHERE s.from_service = w.from_service
+      AND (s.to_service = w.to_service OR s.to_service IS NULL)
+      AND pg_has_role(to_regrole(quote_ident(w.sender)), to_regrole(quote_ident(s.role)), 'USAGE'))
+"""
 
 # While there are rules, sessions have row_security on (`saf.database.bounds`). So a policy that is
 # added beside the rules would hide rows from existing sessions
@@ -107,6 +135,15 @@ def senders(connection: psycopg.Connection[Any]) -> list[Sender]:
     """Return the rules of a broker; without rules, any writer may send as anybody."""
     with psycopg.Cursor(connection, row_factory=class_row(Sender)) as cursor:
         return cursor.execute(SENDERS).fetchall()
+
+
+def forbidden(connection: psycopg.Connection[Any]) -> tuple[int, int]:
+    """Return how many held messages and schedules no rule allows, so that they will be refused.
+
+    Paused schedules are not counted.
+    """
+    ((messages, schedules),) = fetch(connection, FORBIDDEN)
+    return int(messages), int(schedules)
 
 
 def vouched_since(connection: psycopg.Connection[Any]) -> int | None:
@@ -159,6 +196,7 @@ def add_senders(
             connection.execute(LOCK_TIMEOUT)
             connection.execute(ENABLE)
             connection.execute(SINCE_NOW)
+        connection.execute(TRY_HELD)
         return new
 
 
@@ -201,6 +239,7 @@ def remove_senders(
             connection.execute(LOCK_TIMEOUT)
             connection.execute(DISABLE)
             connection.execute(NO_LONGER)
+        connection.execute(TRY_HELD)
         return removed
 
 

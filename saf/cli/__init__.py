@@ -26,6 +26,7 @@ from saf.cli import (
     doctor,
     endpoint,
     forward,
+    held,
     init,
     messages,
     metrics,
@@ -33,6 +34,7 @@ from saf.cli import (
     repair,
     route,
     router,
+    schedule,
     schema,
     service,
     set_aside,
@@ -42,18 +44,18 @@ from saf.cli import (
 )
 from saf.cli.brokers import DECIDE, LOOK, REPAIR, RUN, SET_UP, Commands
 from saf.cli.console import (
-    INTERRUPTED,
+    complain,
     echo,
     give_up_output,
     in_words,
     is_of_output,
     log_to_stderr,
     open_standard_streams,
-    plain_console,
     write_any_character,
 )
 from saf.database import REVISION
 from saf.errors import SafError, UsageError
+from saf.signals import INTERRUPTED, end_at_interrupt, raise_at_interrupt
 from saf.telemetry import carried
 
 DEMO = "saf_demo"
@@ -118,6 +120,7 @@ app.add_typer(route.topics, name="topic", rich_help_panel=SET_UP)
 app.add_typer(router.app, name="router", rich_help_panel=SET_UP)
 app.add_typer(router.transforms, name="transform", rich_help_panel=SET_UP)
 app.add_typer(endpoint.app, name="endpoint", rich_help_panel=SET_UP)
+app.add_typer(schedule.app, name="schedule", rich_help_panel=SET_UP)
 app.add_typer(dialog.agreements, name="contract", rich_help_panel=SET_UP)
 app.add_typer(schema.sending, name="sender", rich_help_panel=SET_UP)
 app.command("apply", rich_help_panel=SET_UP)(apply.command)
@@ -146,6 +149,7 @@ app.add_typer(broker.app, name="broker", rich_help_panel=LOOK)
 app.add_typer(broker.fleets, name="fleet", rich_help_panel=LOOK)
 app.add_typer(doctor.destinations, name="destination", rich_help_panel=LOOK)
 
+app.add_typer(held.app, name="held", rich_help_panel=DECIDE)
 app.add_typer(set_aside.parking, name="parked", rich_help_panel=DECIDE)
 app.add_typer(set_aside.letters, name="dead", rich_help_panel=DECIDE)
 
@@ -165,6 +169,8 @@ def program() -> None:
         if isinstance(end.code, int):
             ended.append(end.code)
         raise
+    finally:
+        end_at_interrupt()
 
 
 @cache
@@ -175,13 +181,14 @@ def commands() -> Callable[..., None]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit with its code."""
+    raise_at_interrupt()
     open_standard_streams()
     write_any_character()
     log_to_stderr()
     try:
         commands()(list(arguments) if arguments is not None else None)
     except SafError as error:
-        plain_console(stderr=True).print(f"saf: {error}", style="red", soft_wrap=True)
+        complain(str(error), lines=True)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
@@ -193,11 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not is_of_output(error):
             raise
         give_up_output()
-        plain_console(stderr=True).print(
-            f"saf: the output cannot be written: {error.strerror}; the command's changes are done",
-            style="red",
-            soft_wrap=True,
-        )
+        complain(f"the output cannot be written: {error.strerror}; the command's changes are done")
         sys.exit(SafError.exit_code)
 
 

@@ -14,6 +14,7 @@ terminal. Elsewhere, it logs the progress every `LOG_SECONDS`.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -94,6 +95,9 @@ class Alive:
     """
 
     def __init__(self, program: str, does: str, *, lacks: str = "no message") -> None:
+        # What is loaded by now stays. The garbage collector would look through it all from time to
+        # time, which takes a tenth of a second
+        gc.freeze()
         self._program = program
         self._lacks = lacks
         self._idle = Idle()
@@ -113,7 +117,7 @@ class Alive:
     @contextmanager
     def watching(self, count: Callable[[], int]) -> Iterator[None]:
         """Note work whenever a count has changed, while a block runs."""
-        with _repeatedly(TICK_SECONDS, _Changes(count, self.beat).look):
+        with repeatedly(TICK_SECONDS, _Changes(count, self.beat).look):
             yield
 
 
@@ -197,6 +201,14 @@ def waiting(what: str | Callable[[], str]) -> Iterator[None]:
         yield
 
 
+def announce(what: str) -> None:
+    """Show on a terminal that a step begins, which may take some seconds."""
+    console = plain_console(stderr=True)
+    if console.is_terminal:
+        with suppress(OSError):
+            console.paragraph(f"{what} …")
+
+
 def say_spark_starts() -> None:
     """Show that Spark starts now, which takes some seconds."""
     with suppress(OSError):
@@ -209,7 +221,7 @@ def _logged(text: Callable[[], str]) -> Iterator[None]:
         with suppress(OSError):
             log.info("progress", detail=shown(text()))
 
-    with _repeatedly(LOG_SECONDS, tell):
+    with repeatedly(LOG_SECONDS, tell):
         yield
 
 
@@ -249,7 +261,7 @@ class _Line:
 
 
 @contextmanager
-def _repeatedly(seconds: float, action: Callable[[], object]) -> Iterator[None]:
+def repeatedly(seconds: float, action: Callable[[], object]) -> Iterator[None]:
     """Call a function at an interval, in a thread, while a block runs."""
 
     def run(over: Event) -> None:

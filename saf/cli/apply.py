@@ -74,7 +74,7 @@ def command(
     """
     settings, plan = load(config), read(file)
     check(plan, settings)
-    places, wanted = _wanted(settings, plan, broker)
+    places, wanted = _wanted(settings, file, plan, broker)
     round_ = Round(places, settings)
 
     def compare(connection: psycopg.Connection[Any], dsn: Dsn) -> tuple[str, Difference]:
@@ -154,16 +154,16 @@ def show(differences: Mapping[str, Difference]) -> None:
 
 
 def _wanted(
-    settings: Settings, plan: Plan, only: str | None
+    settings: Settings, file: Path, plan: Plan, only: str | None
 ) -> tuple[Found, dict[Dsn, Mapping[str, Entries]]]:
     """Return the brokers of a plan, and the desired state of each."""
     places = Found()
     wanted: dict[Dsn, Mapping[str, Entries]] = {}
     plans = {name: entry for name, entry in plan.brokers.items() if only in (None, name)}
     if not plans:
-        raise ConfigurationError(f"--broker {only}: the plan has no [brokers.{only}]")
+        raise ConfigurationError(f"--broker {only}: {file} has no [brokers.{only}]")
     for name, entry in plans.items():
-        found = chosen(settings, name)
+        found = chosen(settings, name, named_by=f"{file}: broker")
         brokers = found.brokers if isinstance(found, Found) else found
         places.problems += found.problems if isinstance(found, Found) else []
         for place, broker in brokers.items():

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 import typer
 
-from saf.cli.brokers import AsJson, Commands, Config, Everywhere, round_at
+from saf.cli.brokers import AsJson, Commands, Config, Everywhere, Round, round_at
 from saf.cli.console import Table, echo
-from saf.config import Broker, Settings, load
+from saf.config import Broker, load
 from saf.database import unavailable_if_lost
 from saf.errors import UsageError
-from saf.operating.places import Member, everywhere, is_source, memory
+from saf.operating.places import Member, destinations_at, everywhere, is_source, memory
 from saf.operating.repair.new_id import Renewed, give_new_id, place
 from saf.operating.status import Identity, identity
 from saf.operating.wording import counted
@@ -21,14 +21,39 @@ from saf.operating.wording import counted
 app = Commands(help="Brokers: the databases with the schema saf.")
 fleets = Commands(help="Fleets: their members, and the missing ones.")
 
-BROKERS = Table[tuple[list[str], Identity]](
+
+@dataclass(frozen=True, kw_only=True)
+class Used:
+    """A broker, and how saf.toml uses it."""
+
+    name: str
+    is_source: bool
+    destinations: list[str]
+    """Its names as a destination."""
+    identity: Identity
+
+    @property
+    def roles(self) -> list[str]:
+        """Its roles: source, destination, or both."""
+        return ["source"] * self.is_source + ["destination"] * bool(self.destinations)
+
+    def __str__(self) -> str:
+        names = "" if self.destinations == [self.name] else f" {', '.join(self.destinations)}"
+        return f"{' and '.join(self.roles)}{names}".rstrip()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the broker as a dict for JSON."""
+        used = {"used_as": self.roles, "destinations": self.destinations}
+        return {**used, **self.identity.as_dict()}
+
+
+BROKERS = Table[Used](
     *("broker_id", "used as", "database", "shards", "schema", "PostgreSQL"),
     things="brokers",
     cells=lambda row: (
-        str(row[1].broker_id), " and ".join(row[0]), row[1].database, str(row[1].shards),
-        row[1].schema, row[1].postgresql,
+        str(row.identity.broker_id), str(row), row.identity.database, str(row.identity.shards),
+        row.identity.schema, row.identity.postgresql,
     ),
-    plain=lambda row: {"used_as": row[0], **row[1].as_dict()},
 )  # fmt: skip
 MEMBERS = Table[Member](
     *("member", "broker_id", "missing since"),
@@ -44,10 +69,11 @@ def list_(*, round_: Everywhere, as_json: AsJson = False) -> None:
     """List the brokers with their broker_ids.
 
     Routes by broker, and messages to one broker, name the broker_id. The list also shows whether
-    saf.toml has the broker as a source, as a destination, or as both.
+    saf.toml has the broker as a source, as a destination, or as both: such a broker is listed by
+    its name as a source, with its names as a destination.
     """
     found = round_.visit("broker", identity)
-    rows = {name: [(_used_as(round_.settings, name), row)] for name, row in found.items()}
+    rows = {name: [_used(round_, name, row)] for name, row in found.items()}
     answer = {"brokers": BROKERS.plain(rows)}
     round_.report(answer, lambda: BROKERS.show(rows), as_json=as_json)
 
@@ -76,6 +102,9 @@ def new_id(
     """
     round_ = round_at(everywhere, config, None)
     places = round_.visit("broker", place)
+    for name, item in round_.brokers.items():
+        if broker in destinations_at(round_.settings, item):
+            broker = name
     if broker not in places:
         reason = dict(round_.failed).get(broker) or f"saf.toml names no broker {broker!r}"
         raise UsageError(f"--broker {broker}: {reason}")
@@ -157,7 +186,10 @@ def forget(
         echo(f"{name} is forgotten")
 
 
-def _used_as(settings: Settings, name: str) -> list[str]:
-    return ["source"] * is_source(settings, name) + ["destination"] * (
-        name in settings.destinations
+def _used(round_: Round, name: str, found: Identity) -> Used:
+    return Used(
+        name=name,
+        is_source=is_source(round_.settings, name),
+        destinations=destinations_at(round_.settings, round_.brokers[name]),
+        identity=found,
     )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from typer.core import TyperGroup
 
 from saf.broker import health
 from saf.cli.alive import answered, waiting
-from saf.cli.console import INTERRUPTED, Table, echo, ends, say_next
+from saf.cli.console import Table, complain, echo, ends, say_next
 from saf.config import Broker, Settings, did_you_mean, load
 from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import Background
@@ -45,6 +46,7 @@ from saf.operating.places import Candidate, Listing, chosen, everywhere, store, 
 from saf.operating.wording import MOST_PLACES
 from saf.routing.matching import Routes
 from saf.routing.routes import current_routes
+from saf.signals import INTERRUPTED
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,48 @@ def moment(text: str) -> datetime:
         raise typer.BadParameter(f"{text!r} is not a time such as 2026-01-31T12:00:00Z") from None
 
 
+def zoned(text: str) -> datetime:
+    """Return a point in time, like `moment`, of a text that must have an offset.
+
+    >>> zoned("2026-01-31T13:00Z").timestamp()
+    1769864400.0
+    """
+    found = moment(text)
+    given = datetime.fromisoformat(text)
+    if given.utcoffset() is None:
+        raise typer.BadParameter(
+            f"{text!r} has no time zone: {given.isoformat()}Z in UTC, or {found.isoformat()} in "
+            "the zone of this machine"
+        )
+    return found
+
+
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def duration(text: str) -> float:
+    """Return a duration in seconds.
+
+    >>> duration("7d"), duration("12h"), duration("1.5m"), duration("0")
+    (604800.0, 43200.0, 90.0, 0.0)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a duration such as 7d, 12h, 30m, 90s or 0")
+    return float(match[1]) * UNITS[match[2]]
+
+
+def with_unit(text: str) -> float:
+    """Return a duration in seconds, like `duration`, of a text that must have a unit, or be 0."""
+    seconds = duration(text)
+    if seconds and text[-1] not in UNITS:
+        raise typer.BadParameter(
+            f"{text!r} has no unit: {text}s, {text}m, {text}h or {text}d (seconds, minutes, hours, "
+            "days)"
+        )
+    return seconds
+
+
 Since = Annotated[
     datetime | None,
     typer.Option(
@@ -247,7 +291,8 @@ def named(settings: Settings, destination: str) -> DestinationSettings:
     if destination not in settings.destinations:
         raise ConfigurationError(
             f"no [destinations.{destination}] in saf.toml"
-            f"{did_you_mean(destination, settings.destinations)}"
+            f"{did_you_mean(destination, settings.destinations)}, only "
+            f"{', '.join(settings.destinations) or 'none'}"
         )
     return settings.destinations[destination]
 
@@ -265,16 +310,27 @@ class Round:
         self.settings = settings
         self.brokers: Mapping[str, Broker]
         self.failed: list[tuple[str, SafError]] = []
+        self.others: Sequence[str] = ()
+        """Stores that are not visited, because the command concerns sources."""
+        self._said = 0
+        """How many failures were printed."""
         self.interrupted = False
         """True after Ctrl-C during a decision."""
         if isinstance(places, Listing):
             self.brokers, self.failed = places.brokers, list(places.problems)
+            self.others = places.others
         else:
             self.brokers = places
 
     def among(self, names: Iterable[str]) -> Round:
         """Return a round of some of these brokers."""
         return Round({name: self.brokers[name] for name in names}, self.settings)
+
+    def answering(self, names: Iterable[str]) -> Round:
+        """Return a round of brokers that have answered; it keeps the failures of the others."""
+        round_ = self.among(names)
+        round_.failed, round_._said = self.failed, self._said
+        return round_
 
     def go_on(self, after: str | None) -> None:
         """Check that a continued page concerns one broker only.
@@ -346,7 +402,7 @@ class Round:
         except KeyboardInterrupt:
             stopping.set()
             self.interrupted = True
-            echo("saf: stopping after the messages in hand", err=True)
+            complain("stopping after the messages in hand")
             begun = {name: job.result for name, job in jobs.items() if not job.cancel()}
             return self._results(begun)
 
@@ -416,6 +472,7 @@ class Round:
         if as_json:
             echo(json.dumps({**answer, "errors": self.errors()}))
         else:
+            self.say_failures()
             show()
         self.finish(say=not as_json, found=found)
 
@@ -442,7 +499,9 @@ class Round:
         words: Callable[[T], str | Sequence[str]],
     ) -> None:
         """Change the brokers, and print what was done at each, in a line or several; `finish`."""
-        for name, result in self.visit(role, action).items():
+        results = self.visit(role, action)
+        self.say_failures()
+        for name, result in results.items():
             told = words(result)
             for line in [told] if isinstance(told, str) else told:
                 echo(f"{name}: {line}")
@@ -459,7 +518,11 @@ class Round:
     ) -> None:
         """Print the rows of each broker as a table, or as JSON under a key; then `finish`."""
         found = self.visit(role, rows)
-        self.report({key: table.plain(found)}, lambda: table.show(found), as_json=as_json)
+        self.report(
+            {key: table.plain(found)},
+            lambda: table.show(found, others=self.others),
+            as_json=as_json,
+        )
 
     def show_pages(
         self,
@@ -483,19 +546,34 @@ class Round:
 
         self.report({key: table.plain(pages), "next": ends(pages)}, show, as_json=as_json)
 
+    def say_failures(self, *, as_json: bool = False) -> None:
+        """Print failures that were not printed yet, unless the answer is JSON, which has them."""
+        if not as_json:
+            for name, error in self.failed[self._said :]:
+                complain(of_broker(name, str(error)))
+            self._said = len(self.failed)
+
     def finish(self, *, say: bool, found: int = 0) -> None:
         """Print failures, if ``say``, and exit with ``found`` or the failures' code.
 
         Return if nothing was found and nothing failed.
         """
-        for name, error in self.failed:
-            if say:
-                echo(f"saf: broker {name!r}: {error}", err=True)
+        self.say_failures(as_json=not say)
         if self.interrupted:
-            echo("saf: interrupted: changes not shown as done were not made", err=True)
+            complain("interrupted: changes not shown as done were not made")
             raise typer.Exit(INTERRUPTED)
         if found or self.failed:
             raise typer.Exit(found or max(error.exit_code for _, error in self.failed))
+
+
+def of_broker(name: str, problem: str) -> str:
+    """Return a problem that names its broker once.
+
+    >>> of_broker("shop", "broker 'shop' is unavailable"), of_broker("shop", "it is down")
+    ("broker 'shop' is unavailable", "broker 'shop': it is down")
+    """
+    where = f"broker {name!r}"
+    return problem if problem.startswith(f"{where} ") else f"{where}: {problem}"
 
 
 def _left(jobs: Mapping[str, Future[Any]]) -> str:

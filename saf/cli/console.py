@@ -34,9 +34,10 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import methodcaller
 from pathlib import Path
 from textwrap import fill, wrap
@@ -51,20 +52,22 @@ from rich.text import Text
 from saf.database.queries import Page
 from saf.errors import SafError, Unavailable, UsageError
 from saf.operating.wording import none_at, shown
+from saf.signals import INTERRUPTED
 from saf.telemetry.tracing import trace_ids
 
-INTERRUPTED = 130
 EXIT_CODES = {
     0: "done, nothing to do, or stopped on request; messages may wait for a route or a service",
     Unavailable.exit_code: "try again later: a database, a destination or Spark does not answer",
     UsageError.exit_code: "an operator must fix it: usage, settings, schema, login or rights",
-    SafError.exit_code: "any other error; or a comparison or an examination has found something",
+    SafError.exit_code: "any other error; a question answered with no; or a comparison or an "
+    "examination has found something",
     INTERRUPTED: "interrupted before the end (Ctrl-C)",
 }
 
 WIDTH = 76
 """Characters per line of a help text, in a terminal of 80 columns."""
 GAP = "  "
+NEW_LINES = re.compile(r"\s*\n\s*")
 INDENT = "    "
 
 CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
@@ -105,15 +108,28 @@ def paragraph(text: str) -> None:
     plain_console().paragraph(text, others="    ")
 
 
+def complain(text: str, *, lines: bool = False) -> None:
+    """Print an error of any length on stderr: on a terminal, it is wrapped at spaces.
+
+    With ``lines``, the text may have several lines.
+    """
+    console = plain_console(stderr=True)
+    for line in f"saf: {text}".splitlines() if lines else [shown(f"saf: {text}")]:
+        console.paragraph(line, style="red", others="    ")
+
+
 def can_ask(*, as_json: bool = False) -> bool:
     """Return whether an operator can answer a question."""
     return sys.stdin.isatty() and not as_json
 
 
-def confirm(question: str, *, yes: bool, dry_run: str = "", as_json: bool = False) -> None:
+def confirm(
+    question: str, *, yes: bool, lost: str = "", dry_run: str = "", as_json: bool = False
+) -> None:
     """Ask an operator before something that cannot be undone; return if it may be done.
 
-    ``dry_run`` is the command's effect with that option instead, if it has one.
+    ``lost`` names the messages that would be lost, if any. ``dry_run`` is the command's effect with
+    that option instead, if it has one.
 
     Raises:
         UsageError: nobody can answer, and ``yes`` is false.
@@ -122,10 +138,24 @@ def confirm(question: str, *, yes: bool, dry_run: str = "", as_json: bool = Fals
         return
     if not can_ask(as_json=as_json):
         instead = f", or --dry-run to {dry_run}" if dry_run else ""
+        if lost:
+            raise UsageError(f"nothing is done yet: {lost} would be lost: add --yes{instead}")
         raise UsageError(f"nothing is done yet: {question} Add --yes to confirm{instead}")
-    if not typer.confirm(shown(question), err=True):
-        echo("nothing is done", err=True)
-        raise typer.Exit
+    code = SafError.exit_code
+    try:
+        if ask(question):
+            return
+    except typer.Abort as abort:
+        echo("", err=True)
+        if isinstance(abort.__context__, KeyboardInterrupt):
+            code = INTERRUPTED
+    echo("nothing is done", err=True)
+    raise typer.Exit(code)
+
+
+def ask(question: str) -> bool:
+    """Ask an operator at a terminal a question; return whether the answer is yes."""
+    return typer.confirm(shown(question), err=True)
 
 
 def write(body: bytes) -> None:
@@ -219,8 +249,12 @@ class Listing:
         self._rows: list[tuple[tuple[str, ...], str]] = []
 
     def add(self, *cells: str, below: str = "") -> None:
-        """Add a row with one text per column, and the long text, which may be empty."""
-        self._rows.append((tuple(map(shown, cells)), shown(below)))
+        """Add a row with one text per column, and the long text, which may be empty.
+
+        Lines of a text follow each other in one line, with a dash between them.
+        """
+        texts = [shown(NEW_LINES.sub(" — ", cell.strip("\n"))) for cell in (*cells, below)]
+        self._rows.append((tuple(texts[:-1]), texts[-1]))
 
     def show(self) -> None:
         """Print the rows in the width of standard output, or that there is nothing."""
@@ -243,6 +277,13 @@ class Listing:
         'broker  reason$shop    rejected$    it is no number:$    seven'
         >>> "$".join(listing.lines(15))
         'broker: shop$    reason: rejected$    it is no$    number:$    seven'
+
+        The lines of a value are joined:
+
+        >>> listing = Listing("error")
+        >>> listing.add("it failed\\n  in a row\\n")
+        >>> "$".join(listing.lines(None))
+        'error$it failed — in a row'
 
         A value too long for one line is wrapped at spaces:
 
@@ -334,6 +375,7 @@ class Table(Generic[T]):
         things: the rows in words, for the sentence if nothing was found.
         columns: their names.
         below: the name of a further column of long texts; see `Listing`.
+        sparse: columns that are left out if no row has a value there.
         cells: returns the texts of a row, one per column, and then that for ``below``.
         plain: returns a row as a dict for JSON.
     """
@@ -343,22 +385,26 @@ class Table(Generic[T]):
         *columns: str,
         things: str,
         below: str = "",
+        sparse: Collection[str] = (),
         cells: Callable[[T], Sequence[str]],
         plain: Callable[[T], Mapping[str, Any]] = methodcaller("as_dict"),
     ) -> None:
         self.things = things
         self._columns = columns
         self._below = below
+        self._sparse = sparse
         self._cells = cells
         self._plain = plain
 
-    def show(self, found: Found[T], *, matching: bool = False) -> None:
+    def show(
+        self, found: Found[T], *, matching: bool = False, others: Collection[str] = ()
+    ) -> None:
         """Print rows as lines, each behind the name of its broker; or that no broker has any.
 
-        ``matching``: a filter chose the rows. If no broker answered, print nothing: their errors
-        say so.
+        ``matching``: a filter chose the rows; ``others``: stores that were not asked. If no broker
+        answered, print nothing: their errors say so.
         """
-        nothing = none_at(self.things, found, matching=matching) if found else ""
+        nothing = none_at(self.things, found, matching=matching, others=others) if found else ""
         self._list(["broker"], (([name], row) for name, row in _rows(found)), nothing)
 
     def show_rows(self, rows: Iterable[T]) -> None:
@@ -377,11 +423,21 @@ class Table(Generic[T]):
     def _list(
         self, first: Sequence[str], rows: Iterable[tuple[Sequence[str], T]], nothing: str
     ) -> None:
-        listing = Listing(*first, *self._columns, below=self._below, nothing=nothing)
         width = len(self._columns)
-        for before, row in rows:
-            cells = self._cells(row)
-            listing.add(*before, *cells[:width], below="".join(cells[width:]))
+        texts = [(before, self._cells(row)) for before, row in rows]
+        kept = [
+            place
+            for place, name in enumerate(self._columns)
+            if name not in self._sparse or any(cells[place] for _, cells in texts)
+        ]
+        below = self._below
+        if below in self._sparse and not any(cells[width] for _, cells in texts):
+            below = ""
+        names = [self._columns[place] for place in kept]
+        listing = Listing(*first, *names, below=below, nothing=nothing)
+        for before, cells in texts:
+            shown_cells = [cells[place] for place in kept]
+            listing.add(*before, *shown_cells, below="".join(cells[width:]))
         listing.show()
 
 

@@ -8,13 +8,15 @@ brokers are decided about as usual.
 Discarded messages are lost, so `discard` asks first, with the number of messages and their first
 keys; it then concerns only the messages that it has counted. Without a terminal, it needs
 ``--yes``. ``--dry-run`` shows the matches without changing them. A decision about all messages
-needs ``--all``: without numbers or a filter, it is rejected.
+needs ``--all``: without numbers or a filter, it is rejected. So is an unknown group.
 """
 
 # Annotations are evaluated as the commands are made: each kind of messages has its own options.
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import shlex
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -37,12 +39,12 @@ from saf.cli.brokers import (
     grouped,
     round_at,
 )
-from saf.cli.console import can_ask, confirm, echo
+from saf.cli.console import confirm, echo
 from saf.config import did_you_mean, load
 from saf.errors import ConfigurationError, UsageError
 from saf.operating.decide import Decision, in_chunks
 from saf.operating.places import everywhere
-from saf.operating.wording import counted, first_of, none_at
+from saf.operating.wording import counted, first_of, named, none_at
 from saf.setaside.selection import Counted, Selection, staying_in_words
 
 MOST = 1_000_000_000
@@ -126,7 +128,10 @@ def _command(
     ) -> None:
         if criteria == type(criteria)() and not everything:
             raise UsageError(f"which {criteria.WORD}s? Give numbers, a filter, or --all")
-        target.round_.only(criteria.numbers)
+        if criteria.numbers:
+            lost = action != "retry" and not dry_run
+            round_ = of_numbers(target.round_, role, criteria, alone=not lost)
+            target = replace(target, round_=round_)
         if dry_run:
             preview(target.round_, criteria, to=target.decision.to, as_json=as_json)
         else:
@@ -135,12 +140,52 @@ def _command(
     return grouped(decide)
 
 
+def of_numbers(round_: Round, role: str, criteria: Selection[Any], *, alone: bool = True) -> Round:
+    """Return a round of the broker that has the messages with the chosen numbers.
+
+    Each broker numbers its rows, so a number is a different message in each. ``alone``: if only one
+    broker has messages with these numbers, they are meant. After a decision that cannot be undone,
+    the same command would find another broker's message: such a command names its broker.
+
+    Raises:
+        UsageError: it is not clear which broker is meant; the error has the whole command.
+    """
+    if len(round_.brokers) <= 1:
+        return round_
+    numbered = type(criteria)(numbers=criteria.numbers)
+    found = round_.visit(role, lambda connection: numbered.rows(connection, 1))
+    having = [name for name, rows in found.items() if rows]
+    if not having and not round_.failed:
+        raise unknown(criteria, round_.brokers)
+    if alone and len(having) == 1 and not round_.failed:
+        return round_.among(having)
+    round_.say_failures()
+    numbers = ", ".join(map(str, criteria.numbers or ()))
+    at = f"{criteria.WORD} {numbers} is at {', '.join(having)}" if having else "not all answer"
+    command = shlex.join(["saf", *sys.argv[1:], "--broker", (having or [*round_.brokers])[0]])
+    raise UsageError(f"numbers are different at each broker, and {at}: `{command}`")
+
+
+def unknown(criteria: Selection[Any], places: Collection[str]) -> UsageError:
+    """Return the error that no broker has the chosen messages."""
+    if criteria.group is not None:
+        return UsageError(
+            f"no group {criteria.group} at {named(places)}; see `{criteria.COMMAND} groups`"
+        )
+    numbers = ", ".join(map(str, criteria.numbers or ()))
+    return UsageError(
+        f"no {criteria.WORD} {numbers} at {named(places)}; see `{criteria.COMMAND} "
+        f"{criteria.LISTED_BY}`"
+    )
+
+
 def _redirected(to: str, config: Path | None, broker: str | None) -> Target:
     settings = load(config)
     if to not in settings.destinations:
         raise ConfigurationError(
             f"--to {to}: no [destinations.{to}] in saf.toml"
-            f"{did_you_mean(to, settings.destinations)}"
+            f"{did_you_mean(to, settings.destinations)}, only "
+            f"{', '.join(settings.destinations) or 'none'}"
         )
     round_ = Round(everywhere(settings, broker), settings)
     return Target(round_=round_, decision=Decision(action="redirect", to=to))
@@ -156,6 +201,8 @@ class Decided:
     """Keys of the first messages, or their ids."""
     left: Counted
     """The other matching messages, which stay as they were."""
+    readers: frozenset[str | None]
+    """The subscriptions that get retried messages; None: the forwarder."""
     stopped: bool
     """True if an operator stopped the decision before its end."""
 
@@ -183,12 +230,17 @@ def _decide(
     ) -> Decided:
         now = selection.until_now(connection)
         keys = _keys(connection, now, decision.to)
-        ids = [*chain.from_iterable(in_chunks(connection, decision, now, why, stop=stop))]
+        readers: set[str | None] = set()
+        chunks = in_chunks(
+            connection, decision, now, why, stop=stop, decided=lambda h: readers.update(h.readers)
+        )
+        ids = [*chain.from_iterable(chunks)]
         left = now.count(connection, MOST, to=decision.to)
         return Decided(
             ids=ids,
             keys=[key for message_id, key in keys.items() if message_id in ids],
             left=left,
+            readers=frozenset(readers),
             stopped=stop(),
         )
 
@@ -196,15 +248,19 @@ def _decide(
         for name, result in done.items():
             number = len(result.ids)
             if number or result.stays:
-                keys = first_of(result.keys, more=number - len(result.keys))
-                echo(f"{name}: {counted(number, criteria.WORD)} {verb} {keys}".rstrip())
+                more = number - len(result.keys)
+                by = _by(result.readers) if decision.action == "retry" else ""
+                say_done(name, counted(number, criteria.WORD), verb + by, result.keys, more)
             say_staying(result.stays)
-        if done and not any(result.ids or result.stays for result in done.values()):
-            nothing = none_at(f"{criteria.WORD}s", done, matching=criteria != type(criteria)())
-            echo(f"{nothing} Nothing is {verb}.")
+        if done and nothing:
+            none = none_at(f"{criteria.WORD}s", done, matching=criteria != type(criteria)())
+            echo(f"{none} Nothing is {verb}.")
 
     verb = f"{DONE[decision.action]} {decision.to or ''}".rstrip()
     done = round_.decide(role, {name: partial(decide, one) for name, one in chosen.items()})
+    nothing = not any(result.ids or result.stays for result in done.values())
+    if done and nothing and not round_.failed and criteria.group is not None:
+        raise unknown(criteria, done)
     ids = {name: [str(number) for number in result.ids] for name, result in done.items()}
     stay = {name: result.stays for name, result in done.items() if result.stays}
     round_.report({"message_ids": ids, "stay": stay}, show, as_json=as_json)
@@ -214,6 +270,20 @@ DONE: Mapping[str, str] = MappingProxyType(
     {"retry": "set to be retried", "redirect": "redirected to", "discard": "discarded"}
 )
 """The actions in words, once they are done."""
+
+
+def _by(readers: frozenset[str | None]) -> str:
+    """Return which program tries retried messages next.
+
+    >>> _by(frozenset(["billing"])), _by(frozenset([None]))
+    (' by the worker of billing', ' by the next `saf forward`')
+    >>> _by(frozenset(["billing", "audit", None]))
+    ' by the workers of audit, billing, and the next `saf forward`'
+    """
+    names = sorted(name for name in readers if name is not None)
+    parts = [f"the worker{'s' * (len(names) > 1)} of {', '.join(names)}"] if names else []
+    parts += ["the next `saf forward`"] * (None in readers)
+    return f" by {', and '.join(parts)}" if parts else ""
 
 
 def _confirmed(
@@ -231,9 +301,6 @@ def _confirmed(
         now = criteria.until_now(connection)
         return now, now.count(connection, MOST), _keys(connection, now, None)
 
-    ask = partial(confirm, yes=False, dry_run="show the matches", as_json=as_json)
-    if not can_ask(as_json=as_json):
-        ask(f"{criteria.WORD}s that are discarded are lost.")
     found = round_.visit(role, count)
     matches = {name: row for name, row in found.items() if row[1].messages}
     parts = [
@@ -242,7 +309,10 @@ def _confirmed(
         for name, (_, row, keys) in matches.items()
     ]
     if parts:
-        ask(f"Discard {' and '.join(parts)}?")
+        round_.say_failures(as_json=as_json)
+        lost = " and ".join(parts)
+        listed = "list them"
+        confirm(f"Discard {lost}?", yes=False, lost=lost, dry_run=listed, as_json=as_json)
     return {name: now for name, (now, _, _) in found.items()}
 
 
@@ -252,6 +322,11 @@ def _keys(
     """Return the keys of the first messages that may be decided about, or their ids, by id."""
     rows = chosen.page(connection, SAMPLE, to=to).shown
     return {row.message_id: row.key or str(row.message_id) for row in rows if row.stays is None}
+
+
+def say_done(name: str, what: str, verb: str, keys: Iterable[str], more: int) -> None:
+    """Print what a broker has done, and the first keys; ``more`` messages have no key here."""
+    echo(f"{name}: {what} {verb} {first_of(keys, more)}".rstrip())
 
 
 def say_staying(stays: Mapping[str, int]) -> None:

@@ -1,26 +1,30 @@
 """``saf doctor``, ``saf destination`` and ``saf lake``: problems, their cures, and care for tables.
 
 `doctor` examines all configured databases. `check` shows the guarantees and problems of one
-destination in saf.toml. `optimize` maintains the table of a lakehouse: of kind delta only.
+destination in saf.toml; `pause` and `resume` decide whether sources send to it. `optimize`
+maintains the table of a lakehouse: of kind delta only.
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from saf.cli.alive import waiting
-from saf.cli.brokers import AsJson, Commands, Config, named
+from saf.cli.brokers import AsJson, Brokers, Commands, Config, Why, named
 from saf.cli.console import echo, plain_console
+from saf.cli.service import told_paused, told_resumed
 from saf.config import load
 from saf.destinations.delta import Delta
 from saf.destinations.settings import client_needed
 from saf.errors import Unavailable, UsageError
 from saf.operating.doctor import REACHABLE, examine
 from saf.operating.wording import counted
+from saf.setaside import backoff
 
 if TYPE_CHECKING:
     from saf.destinations.delta.table import Optimized
@@ -106,6 +110,31 @@ def check(name: Name, config: Config = None, as_json: AsJson = False) -> None:
             console.paragraph(f"  fix: {cure}", others="    ")
     if problems:
         raise typer.Exit(FOUND)
+
+
+@destinations.command()
+def pause(name: Name, *, why: Why = "", round_: Brokers) -> None:
+    """Pause a destination: sources send nothing there.
+
+    It stays paused until it is resumed. Its messages wait, in order, as for a destination that is
+    down, but no attempt is made. Other destinations continue.
+    """
+    named(round_.settings, name)
+    round_.tell(
+        "destination",
+        lambda connection: backoff.pause(connection, name, why),
+        partial(told_paused, "destination", name),
+    )
+
+
+@destinations.command()
+def resume(name: Name, *, why: Why = "", round_: Brokers) -> None:
+    """Resume a destination that is paused; its messages are due now."""
+    round_.tell(
+        "destination",
+        lambda connection: backoff.resume(connection, name, why),
+        partial(told_resumed, "destination", name),
+    )
 
 
 def _said(given: Any, problems: list[tuple[str, str]]) -> dict[str, Any]:

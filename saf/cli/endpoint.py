@@ -26,7 +26,7 @@ import typer
 from saf.broker import services
 from saf.cli.alive import Alive, listed, waiting
 from saf.cli.brokers import AsJson, AtStore, Commands, Config, Limit
-from saf.cli.console import Table, echo
+from saf.cli.console import Table, complain, echo
 from saf.cli.metrics import Listen, Push, Textfile, published
 from saf.config import Settings, load, load_signer
 from saf.database import check_schema, unavailable_if_lost
@@ -34,6 +34,7 @@ from saf.errors import SafError, UsageError
 from saf.message import CONTENT_TYPE
 from saf.operating.endpoints import Following, find
 from saf.operating.places import stores
+from saf.operating.wording import at
 from saf.received import READ, Received
 from saf.receiving.dispatch import envelope, stored
 from saf.receiving.dispatch.condition import IN_WORDS, Book
@@ -61,7 +62,7 @@ ENDPOINTS = Table[dict[str, Any]](
     cells=lambda row: (
         row["endpoint"], row["subscription"], row["url"],
         _state(row),
-        _moment(row["next_probe_at"]) if row["next_probe_at"] else "", row["error"] or "",
+        at(row["next_probe_at"]) if row["next_probe_at"] else "", row["error"] or "",
     ),
 )  # fmt: skip
 ATTEMPTS = Table[Attempt](
@@ -69,7 +70,7 @@ ATTEMPTS = Table[Attempt](
     things="failed attempts",
     below="error",
     cells=lambda attempt: (
-        _moment(attempt.at), str(attempt.message_id), attempt.key or "",
+        at(attempt.at), str(attempt.message_id), attempt.key or "",
         str(attempt.status or ""), f"{attempt.seconds:.3f}", attempt.outcome, attempt.error,
     ),
 )  # fmt: skip
@@ -175,7 +176,7 @@ def list_(config: Config = None, as_json: AsJson = False) -> None:
         names = ", ".join(stores(settings, None))
         echo(f"No endpoints in saf.toml{names and ' or at '}{names}.")
     for problem in problems:
-        echo(f"saf: {problem}", err=True)
+        complain(str(problem))
     if problems:
         raise typer.Exit(problems[0].exit_code)
 
@@ -387,10 +388,6 @@ def _state(row: Mapping[str, Any]) -> str:
     """Return the state of an endpoint in words."""
     paused = "" if row["paused_at"] is None else ", paused"
     return f"{IN_WORDS.get(row['state'], row['state'])}{paused}"
-
-
-def _moment(when: datetime) -> str:
-    return f"{when:%Y-%m-%d %H:%M:%S %Z}"
 
 
 def _row(settings: Settings, name: str, endpoint: Endpoint) -> dict[str, Any]:

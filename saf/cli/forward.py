@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import nullcontext
-from datetime import datetime
+from datetime import UTC, datetime
 from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -30,13 +30,14 @@ from rich.console import Console
 from saf.cli import set_aside
 from saf.cli.alive import LOG_SECONDS, Alive, listed
 from saf.cli.brokers import Config, Round
-from saf.cli.console import Table, echo, is_of_output, plain_console, results_of
+from saf.cli.console import Table, complain, echo, is_of_output, plain_console, results_of
 from saf.cli.metrics import Listen, Push, Textfile, published
 from saf.config import Settings, load, with_options
 from saf.errors import UsageError
 from saf.operating.forecast import Forecast, Going, forecast
 from saf.operating.places import chosen
 from saf.operating.wording import at, counted
+from saf.setaside.parking import BLOCKED
 from saf.signals import stop_on_signals
 from saf.telemetry.logger import Log
 
@@ -232,6 +233,13 @@ def end(spark: SparkRunner | ConnectRunner) -> None:
     stopping.result()
 
 
+def _attempt(moment: datetime) -> str:
+    """Return when something is tried next, to follow a name."""
+    if moment >= BLOCKED:
+        return ""
+    return f", {'due since' if moment <= datetime.now(UTC) else 'next attempt'} {at(moment)}"
+
+
 def show(summary: Summary, *, as_json: bool) -> None:
     """Print a summary on stdout, as text or as one line of JSON; problems also on stderr."""
     if as_json:
@@ -240,21 +248,21 @@ def show(summary: Summary, *, as_json: bool) -> None:
     if line := _in_words(summary):
         echo(line)
     for name, early in summary.early.items():
-        echo(
-            f"saf: {counted(early, 'message')} for destination {name!r} went before deliver_at: "
-            "only an inbox holds a message until then",
-            err=True,
+        complain(
+            f"{counted(early, 'message')} for destination {name!r} went before deliver_at: "
+            "only an inbox holds a message until then"
         )
     errors = {problem["error"] for problem in summary.problems}
-    for lane in summary.waiting:
-        if lane["error"] in errors:
-            continue
-        when = at(datetime.fromisoformat(lane["next_attempt_at"]))
-        echo(f"saf: waiting until {when}: {lane['error']}", err=True)
+    waiting = [lane for lane in summary.waiting if lane["error"] not in errors]
+    for lane in waiting:
+        when = _attempt(datetime.fromisoformat(lane["next_attempt_at"]))
+        complain(f"messages wait for {lane['lane']}{when}; last error: {lane['error']}")
+    if waiting:
+        complain("to try again now: `saf parked retry-now`, then `saf forward`")
     if more := summary.waiting_lanes - len(summary.waiting):
-        echo(f"saf: {counted(more, 'lane')} more; see `saf parked list`", err=True)
+        complain(f"{counted(more, 'lane')} more; see `saf parked list`")
     for problem in summary.problems:
-        echo(f"saf: {problem['error']}", err=True)
+        complain(problem["error"])
 
 
 def _in_words(summary: Summary) -> str:
@@ -267,6 +275,8 @@ def _in_words(summary: Summary) -> str:
         f"{summary.left_out:,} left out by transforms" if summary.left_out else "",
         f"{summary.parked:,} parked" if summary.parked else "",
         f"{summary.dead:,} dead (see `saf dead list`)" if summary.dead else "",
+        f"{summary.refused:,} refused (see `saf held list --refused`)" if summary.refused else "",
+        f"{summary.locked:,} due, but locked (see `saf doctor`)" if summary.locked else "",
         "stopped on request" if summary.stopped else "",
     ]
     if summary.exit_code and not summary.forwarded:

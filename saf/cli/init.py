@@ -10,29 +10,33 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import typer
 
 from saf.broker.grants import Kind, grant
 from saf.broker.migrate import migrate
 from saf.broker.services import OWN, create_subscription, remove_subscription, services
-from saf.cli.alive import waiting
+from saf.cli.alive import announce, waiting
 from saf.cli.console import echo
-from saf.cli.schema import warn_of_search_path
+from saf.cli.schema import given, warn_of_search_path
 from saf.config import DEFAULT_FILE, Settings, load
 from saf.database import Dsn, fetch, unavailable_if_lost
-from saf.errors import ConfigurationError, MissingExtra, SafError
+from saf.errors import ConfigurationError, MissingExtra, SafError, SameBroker
 from saf.outbox import Outbox
 
 SOURCE, STORE = "shop", "mom"
 """The names of the two brokers in saf.toml."""
 
 VERSION = "SELECT current_setting('server_version')"
+LOCK = "SELECT pg_try_advisory_xact_lock(%(key)s)"
 
 SERVICE = f"{OWN}init"
 """What the first message is addressed to."""
@@ -78,11 +82,12 @@ def command(
             f"{config} exists and is not overwritten: choose another file by --config, or run "
             "`saf doctor` to examine this one"
         )
-    places = {SOURCE: Dsn(source), STORE: Dsn(store)}
+    places = {SOURCE: given(source, "--source"), STORE: given(store, "--store")}
     text = _file(places)
+    _refuse_one(places)
     for name, dsn in places.items():
         _migrate(name, dsn)
-    _refuse_one(places)
+    _refuse_copy(places)
     for role, kind, where in (
         (sender, Kind.WRITER, (SOURCE,)),
         (forwarder, Kind.FORWARDER, (SOURCE, STORE)),
@@ -107,25 +112,39 @@ def _migrate(name: str, dsn: Dsn) -> None:
         dsn.connect(role="init", autocommit=True) as connection,
     ):
         ((version,),) = fetch(connection, VERSION)
+    announce(f"migrating {name}")
     with waiting(f"migrating {name}"):
         done = migrate(dsn)
-    change = "created" if done.before is None else "brought up to date"
+    change = "created" if done.before is None else f"was {done.before}"
     echo(
         f"{name}: database {dsn.database} on PostgreSQL {version}, saf schema {done.revision} "
-        f"{change}"
+        + (change if done.changed else "unchanged")
     )
     warn_of_search_path(dsn)
 
 
-def _refuse_one(places: dict[str, Dsn]) -> None:
-    identities = set()
-    for dsn in places.values():
+def _refuse_one(places: Mapping[str, Dsn]) -> None:
+    """Raise if the DSNs lead to the same database: an advisory lock is its database's own."""
+    key = {"key": secrets.randbits(63)}
+    with ExitStack() as stack:
+        for dsn in places.values():
+            stack.enter_context(unavailable_if_lost(f"database {dsn}"))
+            connection = stack.enter_context(dsn.connect(role="init"))
+            ((free,),) = fetch(connection, LOCK, key)
+            if not free:
+                raise ConfigurationError(
+                    "both DSNs lead to the same database: messages go from one to another"
+                )
+
+
+def _refuse_copy(places: Mapping[str, Dsn]) -> None:
+    """Raise if one of the databases is a copy of the other."""
+    identities: dict[UUID, str] = {}
+    for name, dsn in places.items():
         with dsn.connect(role="init", autocommit=True) as connection:
-            identities.update(fetch(connection, "SELECT broker_id FROM saf.broker"))
-    if len(identities) < len(places):
-        raise ConfigurationError(
-            "both DSNs lead to the same database: messages go from one to another"
-        )
+            ((broker_id,),) = fetch(connection, "SELECT broker_id FROM saf.broker")
+        if (other := identities.setdefault(broker_id, name)) != name:
+            raise SameBroker(name, other, broker_id)
 
 
 def _file(places: dict[str, Dsn]) -> str:
@@ -174,7 +193,7 @@ def _send(config: Path) -> None:
     if against is not None:
         echo(f"sent no first message: {against}")
     echo(
-        "next: send in your transaction (README.md), then `saf forward`; `saf service create NAME`"
+        "next: `saf service create NAME`, send to NAME in a transaction (README.md), `saf forward`"
     )
 
 

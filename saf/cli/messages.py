@@ -7,13 +7,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime
 from enum import StrEnum
+from functools import partial
 from itertools import chain
-from typing import Annotated
+from operator import itemgetter
+from typing import Annotated, Any
 from uuid import UUID
 
+import psycopg
 import typer
 
 from saf.cli.brokers import (
@@ -30,11 +34,11 @@ from saf.cli.brokers import (
     Until,
     moment,
 )
-from saf.cli.console import Listing, Table, echo, results_of, rows_of, write
+from saf.cli.console import Listing, Table, complain, echo, results_of, rows_of, write
 from saf.cli.status import DROPPED
 from saf.errors import UsageError
-from saf.operating import journey, outbox
-from saf.operating.journey import Stay
+from saf.operating import held, journey, outbox
+from saf.operating.journey import Decided, Stay
 from saf.operating.outbox import SECONDS, STATES, Details, Sent, Wanted, forwarded
 from saf.operating.places import is_source
 from saf.operating.wording import at, counted
@@ -135,11 +139,16 @@ def show(
     """
     number = _number(which)
     round_.only(isinstance(number, int))
-    asked = round_.visit(
-        "outbox",
-        lambda connection: outbox.details(connection, number, key=key, seconds=timeout),
-    )
-    found = {name: item for name, item in asked.items() if item is not None}
+
+    def read(connection: psycopg.Connection[Any]) -> tuple[Details, list[Decided]] | None:
+        item = outbox.details(connection, number, key=key, seconds=timeout)
+        if item is None:
+            return None
+        return item, journey.decisions(connection, item.message.message_id)
+
+    asked = round_.visit("outbox", read)
+    shown = {name: item for name, item in asked.items() if item is not None}
+    found = {name: item for name, (item, _) in shown.items()}
     if asked and not found and not round_.failed:
         raise UsageError(f"no message {which} in the outbox; purged messages are gone")
     if body:
@@ -149,8 +158,8 @@ def show(
         return
 
     def show_all() -> None:
-        for name, item in found.items():
-            _show_details(name, item)
+        for name, (item, decided) in shown.items():
+            _show_details(name, item, decided)
 
     round_.report({"messages": results_of(found)}, show_all, as_json=as_json)
 
@@ -209,12 +218,20 @@ def _waits_for(row: Sent) -> str:
     return f"{row.destination}: {row.error or ''}" if row.destination else row.error or ""
 
 
-def _show_details(broker: str, details: Details) -> None:
+MOMENTS = ("created_at", "deliver_at", "expires_at")
+
+
+def _show_details(broker: str, details: Details, decided: Sequence[Decided]) -> None:
     listing = Listing("what", "is")
     for name, value in {"broker": broker, **details.as_dict()}.items():
         if value not in (None, [], ()) and name not in ("destination", "error"):
             shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            shown = at(datetime.fromisoformat(shown)) if name in MOMENTS else shown
             listing.add(name, shown)
+    for decision in reversed(decided):
+        who = decision.person or decision.who
+        why = f": {decision.why}" if decision.why else ""
+        listing.add("decided", f"{at(decision.audit_at)}  {decision.words}, by {who}{why}")
     listing.show()
 
 
@@ -222,12 +239,13 @@ inboxes = Commands(help="Inboxes: messages that are stored and not yet handled."
 
 
 SUBSCRIPTIONS = Table[SubscriptionStatus](
-    *("subscription", "unread", "lag", "parked", "keys", "dead letters"),
+    *("subscription", "unread", "lag", "parked", "keys", "dead letters", "receivers"),
     things="subscriptions",
     cells=lambda row: (
         row.subscription, f"{row.unread:,}",
         "-" if row.lag_seconds is None else f"{row.lag_seconds:,.0f} s",
         f"{row.parked:,}", f"{row.keys_waiting:,}", f"{row.dead_letters:,}",
+        f"{row.receivers:,}",
     ),
 )  # fmt: skip
 STORED = Table[Peeked](
@@ -269,9 +287,11 @@ def notify(
 
 @inboxes.command()
 def status(*, round_: Everywhere, as_json: AsJson = False) -> None:
-    """Show the backlog and the drops of each subscription.
+    """Show each subscription's backlog, drops and connected receivers.
 
-    Messages of types that no receiver has handled are named by type.
+    Messages of types that no receiver has handled are named by type. Receivers are known by their
+    application_name, "saf receive" and the subscription, which sessions of an application's own
+    engine or pool lack.
     """
     asked = round_.visit(
         "inbox",
@@ -289,8 +309,7 @@ def status(*, round_: Everywhere, as_json: AsJson = False) -> None:
         SUBSCRIPTIONS.show(found)
         for where, kinds in waiting.items():
             for kind in kinds:
-                since = f"{kind.since:%Y-%m-%d %H:%M:%S %Z}"
-                echo(f"{where}: {kind.subscription}: {kind}, since {since}")
+                echo(f"{where}: {kind.subscription}: {kind}, since {at(kind.since)}")
         DROPPED.show_any(drops)
 
     answer = {
@@ -309,18 +328,29 @@ def peek(
     limit: Limit = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show the next messages of a subscription without taking them."""
+    """List the next messages of a subscription without taking them."""
     found = round_.visit("inbox", lambda connection: inbox.peek(connection, subscription, limit))
     answer = {"messages": rows_of(found)}
-    round_.report(answer, lambda: STORED.show_rows(chain(*found.values())), as_json=as_json)
+
+    def show() -> None:
+        if found:
+            STORED.show_rows(chain(*found.values()))
+
+    round_.report(answer, show, as_json=as_json)
 
 
 def message(
-    message_id: Annotated[
-        UUID,
-        typer.Argument(help="Message id, as `saf outbox list` shows it, or `message.message_id`."),
+    which: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID",
+            help="Message id, as `saf outbox list` shows it, or `message.message_id`; or its name.",
+        ),
     ],
     *,
+    service: Annotated[
+        str | None, typer.Option(help="Service that a named message is for. Default: all.")
+    ] = None,
     key: Annotated[
         str | None,
         typer.Option(help="Key of the message: only its shard is searched. Default: any."),
@@ -341,25 +371,64 @@ def message(
 ) -> None:
     """Show where one message is, in all brokers.
 
-    It shows what each broker knows of the message: sent, stored, taken by which subscription,
-    failed attempts, parked, dead, and operators' decisions. Logs are searched from their ends; the
-    part that was not searched is named.
+    It shows what each broker knows of the message, the first event first: held until when, sent,
+    stored, taken by which subscription, failed attempts, parked, dead, and operators' decisions.
+    Logs are searched from their ends; the part that was not searched is named. A name shows when
+    each service gets its message of this name, or got it, as long as the name is known; and the
+    last messages of this name that operators have cancelled.
     """
-    found = round_.visit(
-        "outbox",
-        lambda connection: journey.stay(connection, message_id, key, about=sent, seconds=timeout),
-    )
-    known = {name: item for name, item in found.items() if not item.nothing}
+    names = round_.visit("outbox", lambda connection: held.named(connection, which, service))
+    round_ = round_.answering(names)
+    cancelled = round_.visit("outbox", lambda connection: held.cancelled(connection, which))
+    ids = {row.message_id: row.sent_at for rows in names.values() for row in rows}
+    with suppress(ValueError):
+        ids.setdefault(UUID(which), sent)
+    found = [
+        (name, item)
+        for message_id, sent_at in ids.items()
+        for name, item in round_.visit(
+            "outbox",
+            partial(_stay, message_id, key, about=sent or sent_at, seconds=timeout),
+        ).items()
+    ]
+    known = [(name, item) for name, item in found if not item.nothing]
+    unfinished = [words for name, item in found for words in _unfinished(name, item)]
+    if not (known or any(names.values()) or any(cancelled.values()) or round_.failed):
+        raise UsageError(". ".join([f"no broker has message {which}", *unfinished]))
     if as_json:
-        echo(json.dumps({"message": results_of(known), "errors": round_.errors()}))
+        stays = [{"broker": name, **item.as_dict()} for name, item in known]
+        answer = {
+            "message": stays,
+            "names": rows_of(names),
+            "cancelled": rows_of(cancelled),
+            "errors": round_.errors(),
+        }
+        echo(json.dumps(answer))
     else:
-        HISTORY.show({name: [*_history(item)] for name, item in known.items()})
-    unfinished = [words for name, item in found.items() for words in _unfinished(name, item)]
-    if not known and not round_.failed:
-        raise UsageError(". ".join([f"no broker has message {message_id}", *unfinished]))
+        round_.say_failures()
+        for name, rows in names.items():
+            for row in rows:
+                echo(f"{name}: {row.words}")
+        for name, decisions in cancelled.items():
+            for decision in decisions:
+                echo(f"{name}: {decision.words}")
+        if known:
+            traces = [trace for name, item in known for trace in _history(name, item)]
+            HISTORY.show_rows(_in_order(traces))
     for words in unfinished:
-        echo(f"saf: {words}", err=True)
+        complain(words)
     round_.finish(say=not as_json)
+
+
+def _stay(
+    message_id: UUID,
+    key: str | None,
+    connection: psycopg.Connection[Any],
+    *,
+    about: datetime | None,
+    seconds: float,
+) -> Stay:
+    return journey.stay(connection, message_id, key, about=about, seconds=seconds)
 
 
 def _unfinished(broker: str, stay: Stay) -> Iterator[str]:
@@ -371,28 +440,45 @@ def _unfinished(broker: str, stay: Stay) -> Iterator[str]:
         )
 
 
-def _history(stay: Stay) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of what a broker knows of a message."""
+def _history(broker: str, stay: Stay) -> Iterator[Trace]:
+    """Yield what a broker knows of a message."""
+    if stay.held is not None:
+        row = stay.held
+        until = f"refused at {at(row.due)}" if row.refused else f"held until {at(row.due)}"
+        what = f"to {row.service}"
+        yield row.created_at, (broker, until, what, row.refused or "")
     if stay.sent is not None:
         sent = stay.sent.message
-        yield at(sent.created_at), f"sent, {sent.state}", f"to {sent.service}"
+        yield sent.created_at, (broker, f"sent, {sent.state}", f"to {sent.service}")
     if stay.stored is not None:
-        yield at(stay.stored.received_at), "stored", f"for {stay.stored.service}"
+        yield stay.stored.received_at, (broker, "stored", f"for {stay.stored.service}")
     for reading in stay.readings:
-        yield "", "taken" if reading.complete else "unread", reading.subscription
+        yield None, (broker, "taken" if reading.complete else "unread", reading.subscription)
     for tried in stay.attempts:
-        answer = "no answer" if tried.status is None else f"answer {tried.status}"
-        what = f"attempt of {tried.seconds:.1f} s: {answer}"
-        yield at(tried.at), what, tried.subscription, tried.error
+        yield tried.at, (broker, tried.words, tried.subscription, tried.error)
     for aside in stay.aside:
         what = aside.reason or ""
         if aside.lane is not None:
             what = f"{aside.lane}, {counted(aside.attempts or 0, 'attempt')}"
-        yield at(aside.since), f"{aside.state}: {what}", aside.subscription, aside.error or ""
+        words = f"{aside.state}: {what}"
+        yield aside.since, (broker, words, aside.subscription, aside.error or "")
     for decided in stay.decided:
-        yield at(decided.audit_at), decided.action, decided.person or decided.who, decided.why
+        who = decided.person or decided.who
+        yield decided.audit_at, (broker, decided.words, who, decided.why)
 
 
-HISTORY = Table[tuple[str, ...]](
-    "when", "what", "by", things="traces of the message", below="why", cells=lambda cells: cells
+def _in_order(traces: Sequence[Trace]) -> list[Trace]:
+    """Return traces by time; those whose time is not recorded are last."""
+    dated = [(moment, cells) for moment, cells in traces if moment is not None]
+    return [*sorted(dated, key=itemgetter(0)), *(trace for trace in traces if trace[0] is None)]
+
+
+Trace = tuple[datetime | None, tuple[str, ...]]
+"""When something happened to a message, and the broker, what it was, by whom, and why."""
+
+HISTORY = Table[Trace](
+    *("broker", "when", "what", "by"),
+    things="traces of the message",
+    below="why",
+    cells=lambda trace: (trace[1][0], at(trace[0]) if trace[0] else "", *trace[1][1:]),
 )

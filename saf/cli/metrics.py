@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from saf.cli.alive import Alive, waiting
-from saf.cli.brokers import Config, Where
-from saf.cli.console import echo
+from saf.cli.brokers import Config, Where, of_broker
+from saf.cli.console import complain, echo
 from saf.config import load
 from saf.errors import ConfigurationError, SafError, Unavailable, UsageError
 from saf.operating.figures import asker
@@ -81,7 +81,7 @@ def command(
         if textfile is None and push is None:
             echo(prometheus.page(lambda: taken).rstrip("\n"), lines=True)
         for name, why in watch.down.items():
-            echo(f"saf: broker {name!r}: {why}", err=True)
+            complain(of_broker(name, why))
         if watch.down:
             raise typer.Exit(Unavailable.exit_code)
     finally:

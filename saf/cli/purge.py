@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -10,13 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from saf.cli.brokers import AsJson, Brokers
+from saf.cli.brokers import AsJson, Brokers, duration
 from saf.cli.console import Table
 from saf.cli.metrics import Push, Textfile, published
 from saf.config import with_options
 from saf.operating.maintenance import Outcome, count_purged, purge_by_rules
-
-UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 MEANING = {
     "current": "in use: new messages go here",
@@ -31,25 +28,13 @@ MEANING = {
 }
 
 
-def _seconds(duration: str) -> float:
-    """Return a duration in seconds.
-
-    >>> _seconds("7d"), _seconds("12h"), _seconds("1.5m"), _seconds("0")
-    (604800.0, 43200.0, 90.0, 0.0)
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", duration)
-    if match is None:
-        raise typer.BadParameter(f"{duration!r} is not a duration such as 7d, 12h, 30m, 90s or 0")
-    return float(match[1]) * UNITS[match[2]]
-
-
 def command(
     *,
     round_: Brokers,
     retention: Annotated[
         float | None,
         typer.Option(
-            parser=_seconds,
+            parser=duration,
             metavar="DURATION",
             help="Age to keep messages for: 7d, 12h, 30m, 0. Default: purge.retention_seconds.",
         ),
@@ -105,6 +90,7 @@ def _as_dict(name: str, outcome: Outcome) -> dict[str, Any]:
         "conversations": outcome.conversations,
         "orphans": outcome.orphans,
         "kept_results": outcome.kept_results,
+        "names": outcome.names,
     }
 
 

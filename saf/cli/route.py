@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any
@@ -13,12 +13,12 @@ import psycopg
 import typer
 
 from saf.cli.brokers import AsJson, Brokers, Commands, Options, Round, moment, named
-from saf.cli.console import Table, echo, paragraph, results_of
+from saf.cli.console import Table, complain, echo, paragraph, results_of
 from saf.config import Settings
 from saf.database import of_broker
 from saf.destinations.identities import Identities
 from saf.destinations.settings import Quality
-from saf.errors import ConfigurationError, Unroutable
+from saf.errors import ConfigurationError, Unroutable, meant
 from saf.operating.addressed import Lacking, lacking
 from saf.operating.wording import at
 from saf.routing import routes
@@ -148,7 +148,10 @@ def disable(*, key: Key, round_: Brokers) -> None:
 
 @app.command("list")
 def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
-    """List the routes and where each is defined, the most specific first."""
+    """List the routes of the sources, the most specific first.
+
+    Each has the place where it is defined: the database, or a file.
+    """
 
     def rows(connection: psycopg.Connection[Any]) -> list[tuple[Configured, Configuration]]:
         found = _configuration(round_, connection)
@@ -193,7 +196,7 @@ def explain_(
 
     def show() -> None:
         for where, explanation in found.items():
-            show_explanation(where, explanation)
+            show_explanation(where, explanation, settings.destinations)
         show_lacking(asked)
 
     lost = any(explanation.lost for explanation in found.values())
@@ -214,7 +217,7 @@ def add_topic(name: Topic, *, round_: Brokers) -> None:
 
 @topics.command("list")
 def list_topics(*, round_: Brokers, as_json: AsJson = False) -> None:
-    """List the topics, and where a message of each goes now."""
+    """List the topics of the sources, and where a message of each goes now."""
 
     def rows(connection: psycopg.Connection[Any]) -> list[tuple[str, list[str]]]:
         found = _configuration(round_, connection)
@@ -258,10 +261,9 @@ def warn_of_early(settings: Settings, destinations: Iterable[str]) -> None:
     for name in destinations:
         destination = settings.destinations[name]
         if not destination.capabilities.holds:
-            echo(
-                f"saf: destination {name!r} of kind {destination.kind!r} holds no message until "
-                "its deliver_at: it gets it immediately, with the time as a column or header",
-                err=True,
+            complain(
+                f"destination {name!r} of kind {destination.kind!r} holds no message until "
+                "its deliver_at: it gets it immediately, with the time as a column or header"
             )
 
 
@@ -321,8 +323,11 @@ VERDICTS = Table[Verdict](
 )  # fmt: skip
 
 
-def show_explanation(where: str, one: Explanation) -> None:
-    """Print where a message goes, and for each route whether it counts and why."""
+def show_explanation(where: str, one: Explanation, destinations: Collection[str]) -> None:
+    """Print where a message goes, and for each route whether it counts and why.
+
+    If it would wait, print the command that adds a route to one of the destinations of saf.toml.
+    """
     key = "without a key" if one.key is None else f"with key {one.key!r}"
     to = f" at broker {one.broker}" if one.broker else ""
     leads = f" goes to {', '.join(map(repr, one.destinations))}"
@@ -331,8 +336,14 @@ def show_explanation(where: str, one: Explanation) -> None:
         leads = f" goes where its router says: `{explain_it}`"
     elif one.lost:
         broker = ("--to-broker", one.broker) if one.broker else ()
-        add_it = ("saf", "route", "add", "DESTINATION", "--service", one.service, *broker)
-        leads = f": no route, so it would wait. Add one: `{shlex.join(add_it)}`"
+        routed = {verdict.route.route.service for verdict in one.verdicts} - {None, one.service}
+        only = destinations if len(destinations) == 1 else ["DESTINATION"]
+        add_it = ("saf", "route", "add", *only, "--service", one.service, *broker)
+        several = f"; DESTINATION is one of {', '.join(destinations)}" * (len(destinations) > 1)
+        leads = (
+            f": no route, so it would wait. {meant([one.service], map(str, routed))}"
+            f"Add one: `{shlex.join((*add_it, '--broker', where))}`{several}"
+        )
     paragraph(f"{where}: a message for {one.service!r}{to} {key}{leads}")
     if one.verdicts:
         VERDICTS.show_rows(one.verdicts)
@@ -354,4 +365,4 @@ def show_lacking(asked: Lacking) -> None:
     for sentence in asked.missing.values():
         paragraph(sentence)
     for name, error in asked.unasked.items():
-        echo(f"saf: whether {name} has the service is not known: {error}", err=True)
+        complain(f"whether {name} has the service is not known: {error}")

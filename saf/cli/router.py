@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from uuid import UUID
 
@@ -136,7 +137,7 @@ def disable(service: Service, *, round_: Brokers) -> None:
 
 @app.command("list")
 def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
-    """List the routers, and where each is defined."""
+    """List the routers of the sources, and where each is defined."""
     declared = round_.settings.declared
     round_.show_rows(
         "route",
@@ -250,7 +251,7 @@ def explain(
 
     def show() -> None:
         for where, dry_run in found.items():
-            _explain(where, dry_run)
+            _explain(where, dry_run, settings.destinations)
         show_lacking(asked)
 
     code = max((run.exit_code for run in found.values()), default=0)
@@ -287,7 +288,7 @@ ROUTERS = Table[ConfiguredRouter](
 )  # fmt: skip
 
 
-def _explain(where: str, dry_run: DryRun) -> None:
+def _explain(where: str, dry_run: DryRun, destinations: Collection[str]) -> None:
     subject = f"{where}: a message for {dry_run.service!r}"
     if dry_run.waits is not None:
         echo(f"{subject} would wait: {dry_run.waits}")
@@ -296,7 +297,7 @@ def _explain(where: str, dry_run: DryRun) -> None:
     else:
         if dry_run.goes.service != dry_run.service:
             echo(f"{subject} becomes one for {dry_run.goes.service!r}")
-        show_explanation(where, dry_run.goes)
+        show_explanation(where, dry_run.goes, destinations)
 
 
 transforms = Commands(help="Transforms: functions that change messages on their way.")

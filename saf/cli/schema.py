@@ -15,11 +15,12 @@ import typer
 
 from saf.broker import grants, senders, whole
 from saf.broker import migrate as schema
-from saf.cli.alive import waiting
+from saf.cli.alive import announce, waiting
 from saf.cli.brokers import AsJson, Commands, Everywhere
 from saf.cli.console import Table, echo
 from saf.database import Dsn, check_schema, unavailable_if_lost
 from saf.errors import ConfigurationError
+from saf.operating.wording import counted
 
 OwnersDsn = Annotated[
     str,
@@ -49,11 +50,23 @@ def migrate(
     ] = None,
 ) -> None:
     """Create the saf schema in a database, or upgrade it. It is safe to repeat."""
-    database = Dsn(dsn)
+    database = given(dsn, "--dsn")
+    announce(f"migrating {database.database}")
     with waiting(f"migrating {database.database}"):
         done = schema.migrate(database, shards=shards)
     echo(str(done))
     warn_of_search_path(database)
+
+
+def given(dsn: str, option: str) -> Dsn:
+    """Return the database of an option.
+
+    Raises:
+        ConfigurationError: it is empty, as if from a variable that is not set, or is invalid.
+    """
+    if not dsn.strip():
+        raise ConfigurationError(f"{option} is empty: is the variable set?")
+    return Dsn(dsn)
 
 
 def warn_of_search_path(database: Dsn) -> None:
@@ -96,7 +109,7 @@ def grant(
         raise ConfigurationError(
             f"{name!r} needs a duty: add --role and one of {', '.join(grants.Kind)}, or --revoke"
         )
-    database = Dsn(dsn)
+    database = given(dsn, "--dsn")
     with (
         unavailable_if_lost(f"database {database}"),
         database.connect(role="grant", autocommit=True) as connection,
@@ -164,10 +177,26 @@ def add(
         new = senders.add_senders(
             connection, role, from_service, to_services, refuse_others=refuse_others
         )
+        forbidden = senders.forbidden(connection)
     receivers = ", ".join(receiver or "any service" for receiver in to_services)
     echo(f"{name}: {role} may send as {from_service} to {receivers}{'' if new else ' already'}")
     if first:
         echo(f"{name}: from now on, nobody but the owner sends without a rule")
+    _say_forbidden(name, forbidden)
+
+
+def _say_forbidden(name: str, forbidden: tuple[int, int]) -> None:
+    """Print how many held messages and schedules will be refused when they are due, if any."""
+    words = [
+        counted(number, what)
+        for number, what in zip(forbidden, ("held message", "schedule"), strict=True)
+        if number
+    ]
+    if words:
+        echo(
+            f"{name}: {' and '.join(words)} will be refused when due, because no rule allows their "
+            "roles to send them: `saf held list`, `saf schedule list`"
+        )
 
 
 @sending.command("list")
@@ -206,14 +235,16 @@ def remove(
             connection, role, from_service, to_service, allow_others=allow_others
         )
         left = senders.senders(connection)
+        forbidden = senders.forbidden(connection)
     echo(f"{name}: {removed} {'rule' if removed == 1 else 'rules'} of {role} removed")
     if not left:
         echo(f"{name}: no rule is left, so any writer may send as any service")
+    _say_forbidden(name, forbidden)
 
 
 @contextmanager
 def _connected(dsn: str) -> Iterator[tuple[str, psycopg.Connection[Any]]]:
-    database = Dsn(dsn)
+    database = given(dsn, "--dsn")
     with (
         unavailable_if_lost(f"database {database}"),
         database.connect(role="grant", autocommit=True) as connection,

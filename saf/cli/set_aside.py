@@ -3,15 +3,14 @@
 ``saf parked`` shows what messages wait for, e.g. a destination, and until when: `lanes` by lane,
 each with its next attempt, and `messages` one by one. `retry_now_` makes lanes due now. ``saf
 dead`` shows the messages that need an operator. ``groups`` shows either by the causes of their
-failure. The decisions are those of `saf.cli.decisions`. Their ``--dry-run`` counts parked messages,
-and lists dead letters. Without ``--broker``, all of them concern the sources and the stores.
+failure. The decisions are those of `saf.cli.decisions`; their ``--dry-run`` lists the messages.
+Without ``--broker``, all of them concern the sources and the stores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Annotated, Any
 
 import psycopg
@@ -31,16 +30,28 @@ from saf.cli.brokers import (
     Round,
     Why,
 )
-from saf.cli.console import Table, echo, ends, say_next, write
-from saf.cli.decisions import MOST, Key, Service, add_decisions, numbers, say_staying
+from saf.cli.console import Listing, Table, echo, ends, say_next, write
+from saf.cli.decisions import (
+    MOST,
+    SAMPLE,
+    Key,
+    Service,
+    add_decisions,
+    numbers,
+    of_numbers,
+    say_done,
+    say_staying,
+    unknown,
+)
 from saf.errors import UsageError
+from saf.operating.journey import Attempted, failed_attempts
 from saf.operating.wording import at, counted, none_at
 from saf.setaside import audit, dead
 from saf.setaside.audit import Audited
 from saf.setaside.dead import REASONS
 from saf.setaside.failure_groups import FailureGroup, failure_groups
 from saf.setaside.fingerprint import check_group
-from saf.setaside.lane import Kind, Lane, WaitsFor
+from saf.setaside.lane import Origin, WaitsFor
 from saf.setaside.parking import BLOCKED
 from saf.setaside.selection import (
     WHY,
@@ -54,6 +65,7 @@ from saf.setaside.waiting import (
     Lanes,
     Parked,
     Waiting,
+    first_keys,
     parked,
     place_at,
     retry_now,
@@ -72,6 +84,10 @@ LaneWaitsFor = Annotated[
     typer.Option(
         "--waits-for", help=f"Only messages that wait for: {', '.join(WaitsFor)}.", metavar="WHAT"
     ),
+]
+LaneOrigin = Annotated[
+    Origin | None,
+    typer.Option("--origin", help=f"Only messages from: {', '.join(Origin)}.", metavar="ORIGIN"),
 ]
 Subject = Annotated[
     str | None,
@@ -99,6 +115,7 @@ OF_LANES = {
     "subscription": LaneSubscription,
     "destination": LaneDestination,
     "waits_for": LaneWaitsFor,
+    "origin": LaneOrigin,
     "subject": Subject,
     "group": _group("saf parked groups"),
 }
@@ -113,14 +130,12 @@ MESSAGES = Options(
     },
     make=_parked_messages,
 )
-CountFirst = Annotated[bool, typer.Option("--dry-run", help="Count matches without changing them.")]
-
 BY_LANE = Table[Parked](
     *("parked", "waits for", "set aside by", "attempts", "next attempt"),
     things="parked messages",
     below="error",
     cells=lambda lane: (
-        f"{lane.messages:,}", str(lane.own), lane.subscription, str(lane.attempts), _next(lane),
+        f"{lane.messages:,}", lane.words, lane.subscription, str(lane.attempts), _next(lane),
         lane.error,
     ),
 )  # fmt: skip
@@ -129,19 +144,14 @@ ONE_BY_ONE = Table[ParkedMessage](
     things="parked messages",
     below="error",
     cells=lambda row: (
-        str(row.parked_id), at(row.parked_at), str(row.lane), row.subscription, row.service,
+        str(row.parked_id), at(row.parked_at), row.words, row.subscription, row.service,
         row.key or "", f"{row.bytes:,}", row.error or "",
     ),
 )  # fmt: skip
 
 
-def _lane_of(row: FailureGroup) -> Lane:
-    """Return the lane of a group of parked messages, without a key, shard or conversation."""
-    return Lane(destination=row.destination, kind=Kind(row.reason), subject=row.service)
-
-
 def _parked_group(row: FailureGroup) -> dict[str, Any]:
-    return {**row.as_dict(), "waits_for": _lane_of(row).waits_for}
+    return {**row.as_dict(), "waits_for": row.lane.waits_for}
 
 
 PARKED_BY_GROUP = Table[FailureGroup](
@@ -149,7 +159,7 @@ PARKED_BY_GROUP = Table[FailureGroup](
     things="failure groups of parked messages",
     below="example",
     cells=lambda row: (
-        row.group, f"{row.messages:,}", str(_lane_of(row)), row.subscription, at(row.first_at),
+        row.group, f"{row.messages:,}", str(row.lane), row.subscription, at(row.first_at),
         at(row.last_at), row.key or "", row.error,
     ),
     plain=_parked_group,
@@ -224,11 +234,13 @@ def _next(lane: Parked) -> str:
         return "once a worker handles its type"
     if lane.waits_for is WaitsFor.CONVERSATION:
         return "once the earlier message arrives"
+    if lane.paused:
+        return "after saf destination resume"
     if lane.braked:
         return "after saf parked retry-now"
     if lane.next_attempt_at >= BLOCKED:
         return "after a decision about its dead letter"
-    return "now" if lane.due else at(lane.next_attempt_at)
+    return f"due since {at(lane.next_attempt_at)}" if lane.due else at(lane.next_attempt_at)
 
 
 @parking.command("retry-now")
@@ -245,23 +257,30 @@ def retry_now_(
     about its dead letter is counted, and still waits: see `saf dead`.
     """
 
-    def retry(connection: psycopg.Connection[Any]) -> tuple[int, int]:
-        return retry_now(connection, lanes=criteria, why=why), undecided(connection, criteria)
+    def retry(connection: psycopg.Connection[Any]) -> tuple[int, list[str], int]:
+        keys = first_keys(connection, SAMPLE + 1, criteria)
+        lanes = retry_now(connection, lanes=criteria, why=why)
+        return lanes, keys, undecided(connection, criteria)
 
     def show() -> None:
-        for name, (lanes, keys) in done.items():
+        for name, (lanes, keys, waiting) in done.items():
             if lanes:
-                echo(f"{name}: {counted(lanes, 'lane')} to be tried by the next run")
-            if keys:
-                wait = "waits" if keys == 1 else "wait"
-                echo(f"{name}: {counted(keys, 'key')} still {wait}: decide with `saf dead`")
-        if done and not any(chain.from_iterable(done.values())):
-            nothing = none_at("parked messages", done, matching=criteria != Lanes())
-            echo(f"{nothing} Nothing is retried.")
+                more = len(keys[SAMPLE:])
+                say_done(name, counted(lanes, "lane"), verb, keys[:SAMPLE], more)
+            if waiting:
+                wait = "waits" if waiting == 1 else "wait"
+                echo(f"{name}: {counted(waiting, 'key')} still {wait}: decide with `saf dead`")
+        if done and nothing:
+            nothing_found = none_at("parked messages", done, matching=criteria != Lanes())
+            echo(f"{nothing_found} Nothing is retried.")
 
+    verb = "to be tried by the next run"
     done = round_.visit("parked", retry)
-    due = {name: lanes for name, (lanes, _) in done.items()}
-    undecided_ = {name: keys for name, (_, keys) in done.items() if keys}
+    nothing = not any(lanes or waiting for lanes, _, waiting in done.values())
+    if done and nothing and criteria.group is not None and not round_.failed:
+        raise unknown(ParkedMessages(group=criteria.group), done)
+    due = {name: lanes for name, (lanes, *_) in done.items()}
+    undecided_ = {name: waiting for name, (*_, waiting) in done.items() if waiting}
     round_.report({"lanes": due, "undecided": undecided_}, show, as_json=as_json)
 
 
@@ -303,31 +322,40 @@ def parked_groups(
     _show_groups(round_, "parked", criteria, limit, PARKED_BY_GROUP, as_json=as_json)
 
 
-def _count(
+def _show_parked(
     round_: Round, criteria: ParkedMessages, *, to: str | None = None, as_json: bool
 ) -> None:
-    found = round_.visit("parked", lambda connection: criteria.count(connection, MOST, to=to))
+    """Show the messages that a decision concerns, and how many others stay, and why."""
+    found = round_.visit(
+        "parked",
+        lambda connection: (
+            criteria.page(connection, None, to=to),
+            criteria.count(connection, MOST, to=to),
+        ),
+    )
+    rows = {name: page for name, (page, _) in found.items()}
+    counts = {name: count for name, (_, count) in found.items()}
 
     def show() -> None:
-        for name, row in found.items():
+        ONE_BY_ONE.show(rows, matching=criteria != ParkedMessages())
+        for name, row in counts.items():
             stay = f"; {counted(row.staying, 'other')} would stay" if row.staying else ""
             if row.messages or row.staying:
                 echo(f"{name}: {counted(row.messages, 'parked message')}{stay}")
             say_staying(row.stays)
-        if found and not any(row.messages or row.staying for row in found.values()):
-            echo(none_at("parked messages", found, matching=criteria != ParkedMessages()))
 
-    counts = {name: {"messages": row.messages, "stay": row.staying, "why": dict(row.stays)}
-              for name, row in found.items()}  # fmt: skip
-    round_.report({"parked": counts}, show, as_json=as_json)
+    numbers = {name: {"messages": row.messages, "stay": row.staying, "why": dict(row.stays)}
+               for name, row in counts.items()}  # fmt: skip
+    answer = {"parked": numbers, "messages": ONE_BY_ONE.plain(rows)}
+    round_.report(answer, show, as_json=as_json)
 
 
 add_decisions(
     parking,
     "parked",
     MESSAGES,
-    _count,
-    CountFirst,
+    _show_parked,
+    DryRun,
     discard="""Discard parked messages for good, after asking.
 
     Messages that a forwarder or a receiver has in hand stay; --dry-run shows which others stay, and
@@ -469,17 +497,64 @@ def show(
     ],
     *,
     round_: Everywhere,
+    body: Annotated[
+        bool, typer.Option("--body", help="Write only its body to standard output, unchanged.")
+    ] = False,
 ) -> None:
-    """Show the body of a dead letter: write it to standard output.
+    """Show the error and the message of one dead letter.
 
-    On a terminal, the body is shown as text.
+    It also shows failed attempts at its endpoint. --body writes its body; on a terminal, as text.
     """
-    round_.only(number)
-    for body in round_.visit("dead", lambda connection: dead.body(connection, number)).values():
-        if body is None:
-            raise UsageError(f"no dead letter {number}; see `saf dead list`")
-        write(body)
+    criteria = DeadLetters(numbers=[number])
+    round_ = of_numbers(round_, "dead", criteria)
+
+    def read(
+        connection: psycopg.Connection[Any],
+    ) -> tuple[DeadLetter, list[Attempted], bytes | None] | None:
+        for row in criteria.rows(connection, 1):
+            attempts = failed_attempts(connection, row.message_id)
+            return row, attempts, dead.body(connection, number) if body else None
+        return None
+
+    for where, found in round_.visit("dead", read).items():
+        if found is None:
+            raise unknown(criteria, [where])
+        letter, attempts, content = found
+        if content is None:
+            _show_letter(where, letter, attempts)
+        else:
+            write(content)
     round_.finish(say=True)
+
+
+def _show_letter(broker: str, letter: DeadLetter, attempts: Iterable[Attempted]) -> None:
+    listing = Listing("what", "is")
+    details = {
+        "error": letter.error,
+        "type": letter.message_type,
+        "message id": str(letter.message_id),
+        "key": letter.key,
+        "service": letter.service,
+        "headers": letter.headers,
+        **{
+            f"attempt {number}": f"{at(attempt.at)}  {attempt.words}: {attempt.error}"
+            for number, attempt in enumerate(attempts, 1)
+        },
+        "broker": broker,
+        "number": str(letter.dead_letter_id),
+        "subscription": letter.subscription,
+        "destination": letter.destination,
+        "reason": letter.reason,
+        "bytes": f"{letter.bytes:,}",
+        "created": at(letter.created_at),
+        "expires": letter.expires_at and at(letter.expires_at),
+        "dead since": at(letter.dead_letter_at),
+        "stays": letter.stays and WHY[letter.stays],
+    }
+    for name, value in details.items():
+        if value:
+            listing.add(name, value)
+    listing.show()
 
 
 def _show_count(round_: Round, criteria: DeadLetters, *, as_json: bool) -> None:

@@ -9,9 +9,10 @@ import typer
 
 from saf.cli import set_aside
 from saf.cli.brokers import AsJson, Brokers, Everywhere
-from saf.cli.console import Table
-from saf.errors import UsageError, ranges
+from saf.cli.console import Table, echo
+from saf.errors import UsageError, in_words, ranges
 from saf.log.backlog import Shard
+from saf.operating.held import HeldCounts
 from saf.operating.status import (
     BrokerStatus,
     Membership,
@@ -20,7 +21,7 @@ from saf.operating.status import (
     broker_status,
     memberships,
 )
-from saf.operating.wording import age, at
+from saf.operating.wording import age, at, named
 from saf.setaside.backoff import SHOWN
 from saf.setaside.dropped import Dropped
 
@@ -31,14 +32,16 @@ def status(
     shards: Annotated[bool, typer.Option("--shards", help="Also list each shard.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the pending, parked and dead messages of each source.
+    """Show the pending, held, parked and dead messages of each source.
 
-    It also shows what parked messages wait for.
+    It also shows what parked messages wait for, and which forwarder owns which shards. A forwarder
+    owns shards only while it runs. `saf inbox status` shows the stores.
     """
     known = round_.visit("status", lambda connection: broker_status(connection, SHOWN))
 
     def show() -> None:
         OVERVIEW.show({name: [status] for name, status in known.items()})
+        HELD.show_any({name: [*_held(status)] for name, status in known.items()})
         lanes = {name: status.waiting for name, status in known.items()}
         set_aside.BY_LANE.show_any(lanes)
         set_aside.show_how_many_more(lanes)
@@ -46,6 +49,8 @@ def status(
         STREAMS.show_any({name: status.streams for name, status in known.items()})
         if shards:
             BY_SHARD.show({name: status.shards for name, status in known.items()})
+        if known and round_.others:
+            echo(f"Not shown: {named(round_.others)}. `saf inbox status` shows the stores.")
 
     brokers = [{"broker": name, **status.as_dict(shards=shards)} for name, status in known.items()]
     round_.report({"brokers": brokers}, show, as_json=as_json)
@@ -58,6 +63,15 @@ OVERVIEW = Table[BrokerStatus](
     cells=lambda status: (
         f"{status.pending:,}", age(status.oldest_pending_seconds), f"{status.parked:,}",
         f"{status.dead_letters:,}", "; ".join(_map(status)),
+    ),
+)  # fmt: skip
+HELD = Table[HeldCounts](
+    *("held", "next due", "overdue", "refused"),
+    things="held messages",
+    cells=lambda row: (
+        f"{row.messages:,}", at(row.next_due) if row.next_due else "-",
+        f"{row.overdue:,}" + (f" for {age(row.overdue_seconds)}" if row.overdue else ""),
+        f"{row.refused:,}",
     ),
 )  # fmt: skip
 DROPPED = Table[Dropped](
@@ -88,6 +102,12 @@ BY_SHARD = Table[ShardStatus](
 )  # fmt: skip
 
 
+def _held(status: BrokerStatus) -> Iterator[HeldCounts]:
+    """Yield the numbers of held messages, if there are any."""
+    if status.held is not None and (status.held.messages or status.held.refused):
+        yield status.held
+
+
 def _map(status: BrokerStatus) -> Iterator[str]:
     """Yield the owners of shards, with their shards and the remaining time of their leases."""
     for member in status.members:
@@ -96,7 +116,7 @@ def _map(status: BrokerStatus) -> Iterator[str]:
         yield f"{member.name}: {len(member.shards)}{shards}, lease {lease}"
     free = [shard.shard for shard in status.shards if shard.owner is None]
     if free:
-        yield f"nobody: {len(free)} ({ranges(free)})"
+        yield f"no running forwarder owns {in_words(free)}"
 
 
 def members(
@@ -112,8 +132,9 @@ def members(
     """Show the owners of each subscription's shards, and its lag.
 
     It covers both logs of all sources and stores. Forwarders, processors and dispatchers own
-    shards. Workers own none: they lock the shards of a delivery. The number of pending messages is
-    an estimate where a shard has more than 1,000; the lag is exact.
+    shards. Workers own none: they lock the shards of a delivery, and are listed as receivers, known
+    by their application_name, "saf receive" and the subscription. The number of pending messages
+    is an estimate where a shard has more than 1,000; the lag is exact.
     """
     asked = round_.visit("members", memberships)
     known = {
@@ -143,6 +164,8 @@ def members(
 
 def _owners(membership: Membership) -> Iterator[str]:
     held = membership.held
+    if membership.paused:
+        yield membership.paused
     for member in membership.members:
         own = held.get(member.name, [])
         shards = f" ({ranges(own)})" if own else ""
@@ -150,8 +173,12 @@ def _owners(membership: Membership) -> Iterator[str]:
         stopping = ", stopping" if member.stopping else ""
         since = f"since {at(member.joined_at)}"
         yield f"{member.name}: {len(own)}{shards}, lease {lease}, {since}{stopping}"
-    if free := held.get(None):
-        yield f"nobody: {len(free)} ({ranges(free)})"
+    if membership.receivers:
+        yield f"receivers, which own no shards: pid {', '.join(map(str, membership.receivers))}"
+    elif membership.backlog.log == "inbox" and not membership.members:
+        yield "no members, and no receiver is connected"
+    elif free := held.get(None):
+        yield f"no running process owns {in_words(free)}"
 
 
 def _overview(row: Membership) -> Sequence[str]:

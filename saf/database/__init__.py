@@ -6,7 +6,7 @@ tables of the schema, with one exception: the schema's revision is checked here.
 """
 
 from saf.database.bounds import CONNECT_TIMEOUT_SECONDS
-from saf.database.dsn import Dsn, refuse_unescaped, without_driver
+from saf.database.dsn import Dsn, application_name, refuse_unescaped, without_driver
 from saf.database.queries import (
     DURABLY,
     HAS_SCHEMA,
@@ -24,7 +24,7 @@ from saf.database.queries import (
     the_row,
     unavailable_if_lost,
 )
-from saf.database.sqlstates import Meaning, meaning, translated
+from saf.database.sqlstates import Meaning, meaning, reason_of, translated
 
 __all__ = [
     "CONNECT_TIMEOUT_SECONDS",
@@ -36,11 +36,13 @@ __all__ = [
     "Dsn",
     "Meaning",
     "NoAnswer",
+    "application_name",
     "array",
     "check_schema",
     "fetch",
     "meaning",
     "of_broker",
+    "reason_of",
     "records",
     "refuse_unescaped",
     "require_revision",

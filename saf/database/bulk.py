@@ -17,9 +17,11 @@ import adbc_driver_manager.dbapi as adbc
 import adbc_driver_postgresql
 import pyarrow as pa
 
-from saf.database import Dsn, NoAnswer
+from saf.database import Dsn, NoAnswer, connections
 from saf.database.bounds import Limits, Waiting, answer_within, hung_up, shut, sockets
 from saf.errors import Unavailable
+
+connections.errors.add(adbc.Error)
 
 _direct: set[Dsn] = set()
 """Databases that this process has reached without a pooler in between."""

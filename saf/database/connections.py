@@ -12,18 +12,20 @@ its purpose again; if that fails, a new connection takes its place.
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol, TypeVar
 
-import adbc_driver_manager.dbapi as adbc
 import psycopg
 
 from saf.database import Dsn
 
 MOST = 10
 """Connections that a process keeps: three each to two sources, and two each to two destinations.
-A process that serves more sources in turn makes room for them."""
+A process that serves more sources makes room for them."""
 IDLE_SECONDS = 60.0
 """Seconds that an unused connection is kept."""
 
@@ -37,12 +39,27 @@ class Closeable(Protocol):
 
 C = TypeVar("C", bound=Closeable)
 
+
+@dataclass(frozen=True)
+class Kept:
+    """A connection that waits for its next use."""
+
+    role: str
+    dsn: Dsn
+    connection: Any
+    since: float
+    """When it was put back, by the monotonic clock."""
+
+
+errors: set[type[Exception]] = {psycopg.Error}
+"""The errors of the drivers in use; a driver that is imported adds its own."""
+
 _most = MOST
 
-_kept: dict[tuple[str, Dsn], Any] = {}
-"""The kept connections by purpose and database, the most recently used one last."""
-_since: dict[tuple[str, Dsn], float] = {}
-"""When each was put back, by the monotonic clock."""
+_kept: list[Kept] = []
+"""The kept connections, the most recently used one last."""
+_lock = Lock()
+"""Guards `_kept`: threads take and put connections."""
 
 
 def take(role: str, dsn: Dsn, connect: Callable[[], C], fit: Callable[[C], object]) -> C:
@@ -50,11 +67,11 @@ def take(role: str, dsn: Dsn, connect: Callable[[], C], fit: Callable[[C], objec
 
     Raises the errors of ``connect``, and those of ``fit`` for a new connection.
     """
-    kept: C | None = _kept.pop((role, dsn), None)
+    kept: C | None = _taken(role, dsn)
     if kept is not None:
         try:
             return _fitted(kept, fit)
-        except (adbc.Error, psycopg.Error):
+        except tuple(errors):
             pass  # lost while kept: a new one takes its place
     return _fitted(connect(), fit)
 
@@ -64,18 +81,18 @@ def put(keep: bool, role: str, dsn: Dsn, connection: Closeable) -> None:
     if not keep:
         drop(connection)
         return
-    before = _kept.pop((role, dsn), None)
-    _kept[role, dsn] = connection
-    if before is None and len(_kept) > _most:
-        before = _kept.pop(next(iter(_kept)))
-    if before is not None:
-        drop(before)
-    _since[role, dsn] = now = time.monotonic()
-    for key, since in list(_since.items()):
-        if key not in _kept or now - since > IDLE_SECONDS:
-            del _since[key]
-            if (idle := _kept.pop(key, None)) is not None:
-                drop(idle)
+    now = time.monotonic()
+    with _lock:
+        _kept.append(Kept(role, dsn, connection, now))
+        unused = [
+            kept
+            for place, kept in enumerate(_kept)
+            if place < len(_kept) - _most or now - kept.since > IDLE_SECONDS
+        ]
+        for kept in unused:
+            _kept.remove(kept)
+    for kept in unused:
+        drop(kept.connection)
 
 
 def make_room(sources: int) -> None:
@@ -84,19 +101,35 @@ def make_room(sources: int) -> None:
     _most = max(_most, MOST + 3 * (sources - 2))
 
 
-def forget(dsn: Dsn) -> None:
-    """Close this process's kept connections to one database, so that it can be dropped."""
-    for role, kept in list(_kept):
-        if kept == dsn and (connection := _kept.pop((role, kept), None)) is not None:
-            drop(connection)
+def forget(dsn: Dsn | None = None) -> None:
+    """Close the kept connections to one database, so that it can be dropped; None: to all."""
+    with _lock:
+        of_it = [kept for kept in _kept if dsn in (None, kept.dsn)]
+        for kept in of_it:
+            _kept.remove(kept)
+    for kept in of_it:
+        drop(kept.connection)
+
+
+atexit.register(forget)  # while the drivers' modules still exist
 
 
 def drop(connection: Closeable) -> None:
     """Close a connection. If the server has cut it, there is nothing to close."""
     try:
         connection.close()
-    except (adbc.Error, psycopg.Error):
+    except tuple(errors):
         return
+
+
+def _taken(role: str, dsn: Dsn) -> Any:
+    """Take out the kept connection that was used last; None if there is none."""
+    with _lock:
+        for kept in reversed(_kept):
+            if (kept.role, kept.dsn) == (role, dsn):
+                _kept.remove(kept)
+                return kept.connection
+    return None
 
 
 def _fitted(connection: C, fit: Callable[[C], object]) -> C:

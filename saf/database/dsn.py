@@ -22,11 +22,12 @@ which mode a pooler is in. So a pooler is detected (`is_pooled`), then tolerated
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import psycopg
@@ -36,7 +37,7 @@ from psycopg.rows import tuple_row
 
 from saf.database.bounds import CONNECT_TIMEOUT_SECONDS, Bounds, answer_within, network, shut
 from saf.database.queries import NoAnswer, fetch
-from saf.database.sqlstates import Meaning, meaning, to_mend
+from saf.database.sqlstates import Meaning, meaning, reason_of, to_mend
 from saf.errors import ConfigurationError, Refused, Unavailable
 
 if TYPE_CHECKING:
@@ -55,6 +56,12 @@ SECRETS = (
     "scram_server_key",
 )
 """Connection parameters that must stay secret."""
+
+PLACE = ("service", "host", "hostaddr", "port", "dbname")
+"""Connection parameters that say where a database is."""
+
+LONGEST_NAME = 63
+"""Bytes of an application_name that PostgreSQL keeps."""
 
 ANYWHERE = frozenset({"doctor", "metrics", "ui"})
 """Roles that may also read a standby; all other roles need the rows of a primary."""
@@ -83,6 +90,8 @@ class Dsn:
     conninfo: str = field(repr=False)
     bounds: Bounds = Bounds()  # noqa: RUF009 - frozen
     """How long saf's own sessions wait there."""
+    origin: str = field(default="the dsn given to this program", compare=False)
+    """Where an operator can fix it, e.g. the dsn in saf.toml, or an environment variable."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "conninfo", without_driver(self.conninfo))
@@ -117,6 +126,17 @@ class Dsn:
         """The name of the database, for messages to operators."""
         return str(self.parts.get("dbname") or self.parts.get("service"))
 
+    @property
+    def place(self) -> tuple[str, ...]:
+        """What identifies the database, without the login and its options.
+
+        >>> Dsn("postgresql://app:x@db/shop").place
+        ('', 'db', '', '5432', 'shop')
+        """
+        defaults = {} if self.parts.get("service") else {"port": "5432"}
+        parts = {**defaults, **self.parts}
+        return tuple(str(parts.get(name) or "") for name in PLACE)
+
     def __str__(self) -> str:
         try:
             public = {k: v for k, v in conninfo_to_dict(self.conninfo).items() if v is not None}
@@ -129,8 +149,10 @@ class Dsn:
     def __repr__(self) -> str:
         return f"Dsn({str(self)!r})"
 
-    def connect(self, *, role: str, autocommit: bool = False) -> psycopg.Connection[Any]:
-        """Open a psycopg connection, which pg_stat_activity shows as ``saf ROLE``.
+    def connect(
+        self, *, role: str, autocommit: bool = False, subject: str = ""
+    ) -> psycopg.Connection[Any]:
+        """Open a psycopg connection, which pg_stat_activity shows as ``saf ROLE SUBJECT``.
 
         saf's own sessions have `saf.database.bounds`. A pooler would not keep these settings.
 
@@ -142,7 +164,7 @@ class Dsn:
         limits = self.bounds.of(role)
         try:
             if limits is None:
-                connection = psycopg.connect(self.for_role(role), autocommit=True)
+                connection = psycopg.connect(self.for_role(role, subject), autocommit=True)
                 try:
                     # psycopg reads times in ISO style only; poolers keep this setting
                     style = connection.info.parameter_status("DateStyle")
@@ -153,7 +175,7 @@ class Dsn:
                     connection.close()
                     raise
                 return connection
-            connection = _Bounded.connect(self.for_role(role), autocommit=True)
+            connection = _Bounded.connect(self.for_role(role, subject), autocommit=True)
             connection.answer_seconds = limits.answer
             setting = limits.setting(of_process=connection.info.backend_pid)
             try:
@@ -163,10 +185,10 @@ class Dsn:
                 connection.close()
                 raise
         except psycopg.OperationalError as error:
-            what, reason = f"database {self}", self.redact(str(error))
+            what, reason = f"database {self}", self.reason(error)
             is_hanging = meaning(error.sqlstate) is Meaning.HANGS
             answers = not (is_hanging or isinstance(error, psycopg.errors.ConnectionTimeout))
-            if answers and (cure := to_mend(self.for_role(role))):
+            if answers and (cure := to_mend(self.for_role(role), self.origin)):
                 raise Refused(what, reason, cure) from None
             raise Unavailable(what, reason, hangs=is_hanging) from None
         if not direct:
@@ -174,10 +196,10 @@ class Dsn:
             raise pooled(f"database {self}")
         return connection
 
-    def for_role(self, role: str) -> str:
+    def for_role(self, role: str, subject: str = "") -> str:
         """Return the full connection string for a driver; it contains the password."""
         defaults = {
-            "application_name": f"saf {role}",
+            "application_name": application_name(role, subject),
             "connect_timeout": CONNECT_TIMEOUT_SECONDS,
             **network(self.bounds.network_seconds),
         }
@@ -198,6 +220,10 @@ class Dsn:
             "postgresql+psycopg://", creator=lambda: self.connect(role=role), **options
         )
 
+    def reason(self, error: BaseException) -> str:
+        """Return the message of an error at this database, without SQL and secrets."""
+        return self.redact(reason_of(error))
+
     def redact(self, text: str) -> str:
         """Return ``text`` without this DSN's secrets, which a driver may have quoted.
 
@@ -210,6 +236,42 @@ class Dsn:
                 for form in (escaped, quote(secret, safe=""), secret):
                     text = text.replace(form, "***")
         return " ".join(text.split())
+
+
+def application_name(role: str, subject: str = "") -> str:
+    """Return the name of saf's own session as pg_stat_activity shows it: in ASCII, and cut.
+
+    >>> application_name("mark"), application_name("receive", "billing")
+    ('saf mark', 'saf receive billing')
+    """
+    name = f"saf {role} {subject}".rstrip().encode("ascii", "backslashreplace").decode()
+    return name[:LONGEST_NAME]
+
+
+Place: TypeAlias = tuple[str | None, int | str | None, str | None]
+"""Host, port and name of a database."""
+
+
+def grant_command(duty: str, user: str | None, place: Place) -> str:
+    """Return the command by which the owner of a schema saf gives a role the rights of a duty.
+
+    >>> grant_command("writer", "shop_app", ("db", 5432, "shop"))
+    "saf grant --role writer shop_app --dsn 'host=db port=5432 dbname=shop'"
+    """
+    return owners_command("grant", "--role", duty, user or "ROLE", place=place)
+
+
+def owners_command(*words: str, place: Place) -> str:
+    """Return a command of saf, as typed in a shell, that the owner of a schema saf runs."""
+    host, port, name = place
+    dsn = make_conninfo("", host=host, port=port, dbname=name)
+    return shlex.join(("saf", *words, "--dsn", dsn))
+
+
+def place_of(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> Place:
+    """Return the place of a connection's database."""
+    info = connection.info
+    return (info.host, info.port, info.dbname)
 
 
 def without_driver(text: str) -> str:

@@ -36,14 +36,14 @@ import psycopg
 from psycopg.abc import QueryNoTemplate
 from psycopg.rows import class_row, tuple_row
 
-from saf.database.sqlstates import Meaning, meaning, translated
+from saf.database.sqlstates import Meaning, meaning, reason_of, translated
 from saf.errors import Rejected, RowsGone, SchemaMismatch, SchemaMissing, UsageError
 
 Connection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 
 T = TypeVar("T")
 
-REVISION = "0038"
+REVISION = "0045"
 """The Alembic revision of the schema that this library reads and writes."""
 SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
 # Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.
@@ -89,11 +89,9 @@ def unavailable_if_lost(what: str) -> Iterator[None]:
         kind = meaning(error.sqlstate)
         if kind not in FOR_A_PERSON and not isinstance(error, LOST):
             raise
-        reason = str(error)
+        reason = reason_of(error)
         if kind is Meaning.OF_THE_ROWS:  # a limit of the server
-            raise Rejected(what, " ".join(reason.split())) from error
-        if kind is Meaning.INCOMPLETE:
-            reason = reason.splitlines()[0]
+            raise Rejected(what, reason) from error
         raise translated(what, error.sqlstate, reason) from error
 
 

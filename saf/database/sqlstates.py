@@ -4,6 +4,8 @@
 without a meaning may pass with time: the connection is lost, the server restarts. The step is
 retried later, and no message is to blame.
 
+`reason_of` returns the message of an error of either driver, in one line and without SQL.
+
 `cure` and `to_mend` return what to do about a connection that a running server refuses. A server
 gives the reason as a SQLSTATE. libpq does not return it for a failed connection: it returns only a
 text, in the server's language. But libpq can trace its messages. So `sqlstate` connects once more
@@ -61,8 +63,8 @@ MEANINGS = {
     errors.DiskFull.sqlstate: Meaning.DISK_FULL,
 }
 
-SILENT = "start the server, or fix the dsn in saf.toml; no message is lost while it is down"
-"""The cure if no server answers."""
+SILENT = "start the server, or fix {dsn}; no message is lost while it is down"
+"""The cure if no server answers; ``{dsn}`` stands for the origin of the dsn."""
 
 CURES = {
     errors.TooManyConnections.sqlstate: (
@@ -74,16 +76,15 @@ CURES = {
         "wait: the server is starting, stopping or recovering; its log shows the progress"
     ),
     errors.InvalidPassword.sqlstate: (
-        "the password is wrong or missing: fix the dsn in saf.toml, PGPASSWORD or the passfile, or "
+        "the password is wrong or missing: fix {dsn}, PGPASSWORD or the passfile, or "
         "ALTER ROLE … PASSWORD"
     ),
     errors.InvalidAuthorizationSpecification.sqlstate: (
         "the role may not log in from here: create it (CREATE ROLE … LOGIN), or fix pg_hba.conf "
-        "and reload, or the dsn in saf.toml"
+        "and reload, or {dsn}"
     ),
     errors.InvalidCatalogName.sqlstate: (
-        "the database does not exist on this server: fix the dsn in saf.toml, or create it and run "
-        "`saf migrate`"
+        "the database does not exist on this server: fix {dsn}, or create it and run `saf migrate`"
     ),
     errors.InsufficientPrivilege.sqlstate: (
         "let the database's owner GRANT CONNECT ON DATABASE … TO the role"
@@ -119,6 +120,39 @@ def meaning(sqlstate: str | None) -> Meaning | None:
     )
 
 
+FIELDS = {"PRIMARY": "", "DETAIL": "DETAIL: ", "HINT": "HINT: "}
+"""Fields of a server's error to show, and their names in texts."""
+
+# Texts of ADBC around the server's message: a status, the failed step with its SQL, a severity
+BEFORE = re.compile(
+    r"\A(?:[A-Z_]+: (?:\[libpq\] )?|\[libpq\] )"
+    r"(?:Failed to execute query '.*': |[^:\n]*: (?:PGRES_\w+ )?)?(?:(?:ERROR|FATAL|PANIC):  )?",
+    re.S,
+)
+AFTER = re.compile(r"\s*(?:\n\nQuery was: .*|\. SQLSTATE: \w{5})\Z", re.S)
+CONTINUED = re.compile(r"\n\s+(?=[a-z])")
+
+
+def reason_of(error: BaseException) -> str:
+    r"""Return the message of an error of psycopg or ADBC, in one line and without SQL.
+
+    >>> reason_of(OSError("IO: [libpq] Failed to connect: to port 1: refused\n\tIs it running?\n"))
+    'to port 1: refused; Is it running?'
+    """
+    if isinstance(error, errors.Error):
+        of_server = [getattr(error.diag, f"message_{field.lower()}") for field in FIELDS]
+    else:
+        found = dict(getattr(error, "details", None) or ())
+        of_server = [
+            found.get(f"PG_DIAG_MESSAGE_{field}".encode(), b"").decode() for field in FIELDS
+        ]
+    if not of_server[0]:  # the driver's own text
+        text = CONTINUED.sub(" ", BEFORE.sub("", AFTER.sub("", str(error))))
+        return "; ".join(line.strip() for line in text.splitlines() if line.strip())
+    named = zip(FIELDS.values(), of_server, strict=True)
+    return "; ".join(" ".join(f"{name}{text}".split()) for name, text in named if text)
+
+
 def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
     """Return the error for an SQLSTATE that is about the server, and not about some rows.
 
@@ -131,9 +165,9 @@ def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
     match meaning(sqlstate):
         case Meaning.NO_RIGHT:
             return ConfigurationError(
-                f"{what} refuses this user: {reason}. Let the owner of its schema saf run "
-                "`saf grant --role …` for the user, or, if row-level security is in the way, what "
-                "`saf doctor` says"
+                f"{what} refuses this user: {reason}. `saf doctor` shows which rights are "
+                "missing, with the `saf grant --role` for its owner, or whether row-level security "
+                "applies"
             )
         case Meaning.READ_ONLY:
             return ConfigurationError(
@@ -156,15 +190,18 @@ def translated(what: str, sqlstate: str | None, reason: str) -> SafError:
             return Unavailable(what, reason, hangs=one is Meaning.HANGS)
 
 
-def cure(conninfo: str) -> str:
-    """Return what to do about a database that could not be connected to."""
-    return CURES.get(sqlstate(conninfo) or "", SILENT)
+def cure(conninfo: str, origin: str) -> str:
+    """Return what to do about a database that could not be connected to.
+
+    ``origin`` names the place where the dsn is to be fixed.
+    """
+    return CURES.get(sqlstate(conninfo) or "", SILENT).format(dsn=origin)
 
 
-def to_mend(conninfo: str) -> str | None:
+def to_mend(conninfo: str, origin: str) -> str | None:
     """Return the repair that an operator must make before a login can work; None if it may pass."""
     state = sqlstate(conninfo)
-    return CURES[state] if state in FOR_A_PERSON else None
+    return CURES[state].format(dsn=origin) if state in FOR_A_PERSON else None
 
 
 def sqlstate(conninfo: str) -> str | None:

@@ -46,6 +46,7 @@ from saf.database.bounds import Bounds
 from saf.destinations import Capabilities, Destination, FewMessages, Reading
 from saf.destinations.marks import Known
 from saf.errors import CannotReadBack, Refused
+from saf.log.rates import per_second
 
 if TYPE_CHECKING:
     from saf.log.ring import Archive
@@ -67,10 +68,33 @@ def within(lowest: float, highest: float) -> AfterValidator:
     return AfterValidator(check)
 
 
+class Written(str):
+    """A dsn of saf.toml, with its variables replaced."""
+
+    __slots__ = ("origin",)
+    origin: str
+    """Where an operator can fix it."""
+
+    def __new__(cls, text: str, origin: str) -> Self:
+        """Return the text with its origin."""
+        result = super().__new__(cls, text)
+        result.origin = origin
+        return result
+
+
 def _dsn(value: object) -> object:
+    if isinstance(value, Written):
+        return Dsn(value, origin=value.origin)
     return Dsn(value) if isinstance(value, str) else value
 
 
+def _is_rate(text: str) -> str:
+    """such as `100/s`"""
+    per_second(text)
+    return text
+
+
+Rate = Annotated[str, AfterValidator(_is_rate)]
 Connections = Annotated[int, within(1, 100_000)]
 DsnField = Annotated[Dsn, BeforeValidator(_dsn), PlainSerializer(str)]
 
@@ -105,6 +129,8 @@ class DestinationSettings(BaseModel):
     """Quality of service. Default: the best that the kind supports."""
     max_connections: Connections | None = None
     """Most connections that one run opens to the destination, and so most tasks at a time."""
+    rate: Rate | None = None
+    """Most messages that all forwarders of a source store there in a time. Default: unlimited."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -127,6 +127,10 @@ class Assembled(Received):
         """Return the body as a file that holds one fragment at a time in memory."""
         return io.BufferedReader(_Pieces(self._pieces()))
 
+    def in_memory(self) -> Received:
+        """Return the message with its body joined; raise as `body`."""
+        return self.with_body(self.body)
+
     def is_there(self) -> bool:
         """Return whether all fragments have arrived."""
         ((fragments, size),) = fetch(self._raw, THERE, self._others)

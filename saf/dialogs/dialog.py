@@ -85,7 +85,8 @@ from saf.transaction import Transaction, enter
 from saf.typed.event import event_of
 
 if TYPE_CHECKING:
-    from saf.signing.signer import Signer
+    from saf import Received
+    from saf.signing.signer import Key, Signer
     from saf.transaction import Conn
 
 FRAGMENT_BYTES = 1024 * 1024
@@ -255,6 +256,55 @@ class Dialog:
         transaction = enter(conn)
         if not transaction.fetch(STOP_TIMER, {"handle": self.handle}):
             raise self._why_not(transaction)
+
+    def wait(
+        self,
+        engine: Any,
+        message_type: str | type | None = None,
+        *,
+        timeout: float = 60.0,
+        keys: Mapping[str, Key] | None = None,
+    ) -> Received | None:
+        """Wait for the next message of the other end, and return it; None after ``timeout``.
+
+        The message is received when this returns, so the code after it handles it at most once. To
+        handle it exactly once, use `saf.receive` with ``conversation=``. Commit what this end has
+        sent before: otherwise the other end does not see it.
+
+        Args:
+            engine: where this end is, as for `saf.receive`.
+            message_type: the type to wait for, or an event's class; None: any type.
+            timeout: longest wait, in seconds.
+            keys: take only messages that are signed with one of these keys; as for `saf.receive`.
+
+        Raises:
+            DialogFailed: the dialog has failed; the error has its code and text.
+            DialogEnded: the other end has ended, or this end has.
+            UnexpectedMessage: the next message has another type; it stays the next one.
+            DialogNotFound: the dialog is in another database.
+            UsageError, Unavailable: as `saf.receive`.
+        """
+        from saf import _waiting  # receiving knows dialogs, and not the other way round
+
+        return _waiting.wait(self, engine, message_type, timeout, keys)
+
+    async def wait_async(
+        self,
+        engine: Any,
+        message_type: str | type | None = None,
+        *,
+        timeout: float = 60.0,
+        keys: Mapping[str, Key] | None = None,
+    ) -> Received | None:
+        """Wait like `wait`, under asyncio; ``engine`` is as for `saf.areceive`.
+
+        A cancelled wait has received nothing, or a message whose receipt is rolled back.
+
+        Raises the errors of `wait`.
+        """
+        from saf import _waiting  # as above
+
+        return await _waiting.wait_async(self, engine, message_type, timeout, keys)
 
     def fail(
         self,

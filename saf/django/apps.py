@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,14 @@ from django.db.models.signals import pre_migrate
 from saf.database import REVISION
 from saf.django import schema
 from saf.errors import SafError
+from saf.signals import end_at_interrupt
+
+PROGRAMS = ("saf_worker", "saf_tasks")
+"""Commands that are processes of their own, and end as `saf worker` does."""
+
+if sys.argv[1:2] and sys.argv[1] in PROGRAMS:
+    # the project's modules, and those of the command, are imported after this one
+    end_at_interrupt()
 
 
 class SafConfig(AppConfig):

@@ -152,7 +152,8 @@ def prepare(using: str) -> None:
     """Create the services and local routes of a database's queues, unless they exist.
 
     Raises:
-        UsageError: the inbox has messages for other services; see `saf.create_service`.
+        UsageError: the inbox has messages for other services, or older messages for these; see
+            `saf.create_services`.
     """
     wanted = {service(q) for one in backends() if one.database == using for q in one.queues}
     if not wanted:

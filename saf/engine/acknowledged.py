@@ -16,7 +16,7 @@ import psycopg
 from saf.database import array, fetch
 from saf.destinations.marks import AGAIN, ONCE, Mark, Place, place_name
 from saf.log.shards import LAST
-from saf.setaside.lane import BROKER, Lane, given
+from saf.setaside.lane import BROKER, Kind, Lane, WaitsFor, given
 
 # The newest version of each place; see saf.log.shards.newest
 ACKNOWLEDGED = f"""
@@ -66,23 +66,26 @@ SELECT kind, subject, {BROKER} FROM saf.taken_out
 WHERE subscription_id = %(subscription_id)s AND destination = %(name)s
 """
 # Messages still in their lane, or taken out by an operator. If such a message is stored, the answer
-# got lost.
-PARKED = """
-SELECT m.place
-FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(brokers)s::uuid[], %(shards)s::smallint[],
-            %(opened_at)s::timestamptz[], %(places)s::int[])
-    AS m (kind, subject, broker, shard, opened_at, place)
-WHERE EXISTS (
-    SELECT FROM saf.parked p
+# got lost. A destination drops it when it comes again, unless it is sent at least once. Then it may
+# be refused, and waits for its service: in one of the ``moved`` kinds of lanes.
+_STILL_WAITS = """
+EXISTS (
+    SELECT FROM saf.{table} p
     WHERE p.subscription_id = %(subscription_id)s AND p.destination = %(name)s
-      AND (p.kind, p.subject, p.broker) = (m.kind, m.subject, m.broker)
-      AND p.shard = m.shard AND p.opened_at = m.opened_at)
-  OR EXISTS (
-    SELECT FROM saf.taken_out p
-    WHERE p.subscription_id = %(subscription_id)s AND p.destination = %(name)s
-      AND (p.kind, p.subject, p.broker) = (m.kind, m.subject, m.broker)
+      AND ((p.kind, p.subject, p.broker) = (m.kind, m.subject, m.broker)
+           OR (m.again AND p.kind = ANY (%(moved)s)))
       AND p.shard = m.shard AND p.opened_at = m.opened_at)
 """
+PARKED = f"""
+SELECT m.place
+FROM unnest(%(kinds)s::text[], %(subjects)s::text[], %(brokers)s::uuid[], %(shards)s::smallint[],
+            %(opened_at)s::timestamptz[], %(again)s::boolean[], %(places)s::int[])
+    AS m (kind, subject, broker, shard, opened_at, again, place)
+WHERE {_STILL_WAITS.format(table="parked")} OR {_STILL_WAITS.format(table="taken_out")}
+"""
+
+MOVED = [kind for kind in Kind if kind.waits_for in {WaitsFor.SERVICE, WaitsFor.FOUND_ROUTE}]
+"""Lanes in which messages wait for a service that their destination did not know."""
 
 
 def acknowledged(
@@ -142,13 +145,19 @@ def not_parked(
     if not marks:
         return []
     params: dict[str, Any] = {"subscription_id": subscription_id, "name": name}
-    lanes: dict[str, Lane] = {}
+    own = [Lane(destination=name, kind=kind) for kind in (Kind.MAIN, Kind.RETRY, Kind.REPLAY)]
+    lanes = {AGAIN + place_name(lane): lane for lane in own}  # all messages may have moved since
     for kind, subject, broker in fetch(connection, LANES, params):
         lane = Lane(kind=kind, subject=subject, broker=broker)
         lanes |= {quality + place_name(lane): lane for quality in ("", AGAIN, ONCE)}
     waiting = [(n, *entry) for n, entry in enumerate(marks.items()) if entry[0][0] in lanes]
     params |= given(lanes[lane] for _, (lane, _), _ in waiting) | {
         "shards": [shard for _, (_, shard), _ in waiting],
+        "again": [
+            place.startswith(AGAIN) and lanes[place].kind.waits_for is WaitsFor.DESTINATION
+            for _, (place, _), _ in waiting
+        ],
+        "moved": MOVED,
         "opened_at": [mark.opened_at for _, _, mark in waiting],
         "places": [number for number, _, _ in waiting],
     }

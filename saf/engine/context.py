@@ -14,9 +14,11 @@ by side count separately.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import psycopg
@@ -27,14 +29,20 @@ from saf.engine.resolving import Answers, Matcher, Resolver
 from saf.engine.source_session import SourceSession
 from saf.engine.transforming import Transforming
 from saf.engine.work import ForwardingRules, Receipts, Work
-from saf.errors import Braked, Rejected, SafError
+from saf.errors import Braked, Paused, Rejected, SafError
+from saf.log import rates
 from saf.log.cursor import told_to_stop
+from saf.log.rates import per_second
 from saf.setaside import backoff
 from saf.setaside.lane import Kind, Lane, found_lane, service_lane
 from saf.setaside.lane_columns import lanes_of, route_lanes
 
 ASK_SECONDS = 0.5
-"""Interval in seconds at which a task checks, between pieces of a part, whether to stop."""
+"""Interval in seconds at which a task checks whether to stop, between pieces of a part, and whether
+a destination is paused, between parts."""
+
+SPEND_SECONDS = 1.0
+"""Time that a task spends on a destination with a rate, in seconds, if there are others."""
 
 COUNT = """
 INSERT INTO saf.rejecting (subscription_id, destination, messages)
@@ -82,6 +90,74 @@ class Context:
         self.stopping = False
         """Whether a request to stop was seen between pieces of a part."""
         self._asked = monotonic()
+        self._pauses: dict[str, str | None] = {
+            lane.destination: lane.error for lane in work.waiting if lane.paused
+        }
+        """By destination, who has paused it, and why; None if it is not paused."""
+        self.used_up: set[str] = set()
+        """Destinations with a rate that get nothing more in this task."""
+        self._spent = defaultdict[str, float](float)
+        self._began = monotonic()
+        self._permits = defaultdict[str, int](int)
+        self._asked_pause = defaultdict[str, float](monotonic)
+
+    def paused(self, destination: str) -> Paused | None:
+        """Return the error of a paused destination; asks the source now and then."""
+        if monotonic() - self._asked_pause[destination] >= ASK_SECONDS:
+            subscription_id = self.work.batch.subscription_id
+            self._pauses[destination] = self.source.find(
+                lambda source: backoff.paused(source, subscription_id, destination)
+            )
+            self._asked_pause[destination] = monotonic()
+        pause = self._pauses.get(destination)
+        return None if pause is None else Paused(destination, pause)
+
+    def permits(self, destination: str, messages: int, *, patient: bool) -> int:
+        """Return how many messages, of ``messages``, a destination with a rate may get now.
+
+        Wait for permits. Unless ``patient``, a task spends at most `SPEND_SECONDS` on the
+        destination, because messages for others would wait, too. Then, in a pause, and after a
+        request to stop, return 0: the destination gets nothing more in this task.
+        """
+        rate = per_second(self.rules.destinations[destination].rate or "")
+        subscription_id = self.work.batch.subscription_id
+        while not self._permits[destination] and destination not in self.used_up:
+            share = self.source(
+                lambda source: rates.take(source, subscription_id, rate, messages, destination)
+            )
+            spent = self._spent[destination] + monotonic() - self._began
+            too_long = not patient and spent + share.wait_seconds > SPEND_SECONDS
+            if not too_long and self._slept(share.wait_seconds) and not self.paused(destination):
+                self._permits[destination] = share.permits
+                continue
+            self.used_up.add(destination)
+            if permits := share.permits:
+                self.source(
+                    lambda source: rates.give_back(
+                        source, subscription_id, rate, permits, destination
+                    )
+                )
+        return min(messages, self._permits[destination])
+
+    @contextmanager
+    def storing(self, destination: str) -> Iterator[None]:
+        """Store messages at a destination in this block; its time counts."""
+        self._began = monotonic()
+        try:
+            yield
+        finally:
+            self._spent[destination] += monotonic() - self._began
+
+    def use(self, destination: str, messages: int) -> None:
+        """Note that messages are about to be stored at a destination with a rate."""
+        self._permits[destination] = max(0, self._permits[destination] - messages)
+
+    def _slept(self, seconds: float) -> bool:
+        """Sleep; return False after a request to stop."""
+        until = monotonic() + seconds
+        while (left := until - monotonic()) > 0 and not self.told_to_stop():
+            sleep(min(left, ASK_SECONDS))
+        return not self.stopping
 
     def told_to_stop(self) -> bool:
         """Whether the task was told to stop; asks the source now and then."""

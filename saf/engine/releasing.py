@@ -30,7 +30,7 @@ from saf.engine.destination_sessions import nowhere
 from saf.engine.parked_lanes import FindingRoutes, ParkedLanes
 from saf.engine.parts import Part, inputs_of
 from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
-from saf.engine.storing import Storing
+from saf.engine.storing import USED_UP, Storing
 from saf.errors import ConfigurationError, SafError, Unavailable
 from saf.failpoints import fail_point
 from saf.log.columns import selected
@@ -112,9 +112,13 @@ class Releasing:
         free, tried = set(lanes) - blocked.keys(), set[Lane]()
         left = free - self._behind_replay(destination, free)
         for rows in self._parked(destination, left):
-            if tried and self.parked.over:
+            paused = self.context.paused(destination)
+            used_up = destination in self.context.used_up
+            if tried and (paused or used_up or self.parked.over):
                 self.parked.succeed(tried & left)
-                self.parked.hold(left, "others had their turn")
+                self.parked.hold(left, USED_UP if used_up else "others had their turn")
+                if paused:
+                    self.parked.postpone(dict.fromkeys(left, paused))
                 return
             tried.update(lanes_of(rows, destination)[0])
             if self.parked.isolate(destination, rows, partial(self._deliver, destination, left)):
@@ -125,8 +129,10 @@ class Releasing:
         self.context.lanes.untried |= left - tried
 
     def _blocked(self, destination: str, lanes: Sequence[Lane]) -> dict[Lane, SafError]:
-        """Return the lanes that cannot leave, and why: no match, or older messages wait
+        """Return the lanes that cannot leave, and why: no match, a pause, or older messages wait
         elsewhere."""
+        if paused := self.context.paused(destination):
+            return dict.fromkeys(lanes, paused)
         if destination not in self.context.rules.qualities:
             return dict.fromkeys(lanes, nowhere(destination))
         main, held = Lane(destination=destination), self.context.lanes.held

@@ -39,6 +39,8 @@ from saf.setaside.lane import Lane
 from saf.setaside.parking import ADDRESS
 
 MAX_HOPS = 16
+MOST_COMPARED = 32
+"""How many routed services are compared with one that has no route."""
 LATER = "of its dialog, the first message was not resolved"
 RAISED = "its expression raises an error"
 """The error of a message for which an expression in SQL fails; the task knows no more."""
@@ -128,7 +130,11 @@ class Resolver:
         if problem := self.problems.get(service):
             return ConfigurationError(problem)
         destinations = self._matcher.routes.elsewhere(service, broker)
-        return Unroutable(service, broker, destinations)
+        routed = {route.service for route in self._matcher.routes.routes if route.service}
+        # thousands of lanes may wait, and each is compared with these services
+        return Unroutable(
+            service, broker, destinations, routed if len(routed) <= MOST_COMPARED else ()
+        )
 
     def resolve(self, rows: pa.Table, held: Iterable[Lane] = ()) -> Resolution:
         """Give rows their real addresses; rows behind a lane in ``held`` wait.

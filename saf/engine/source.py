@@ -220,7 +220,7 @@ def reading(
         connections.put(keep, "read", dsn, connection)
     # Arrow itself raises OSError for a stream that breaks off
     except (adbc.Error, OSError) as error:
-        raise translated(what, getattr(error, "sqlstate", None), dsn.redact(str(error))) from None
+        raise translated(what, getattr(error, "sqlstate", None), dsn.reason(error)) from None
 
 
 def _reading(work: Work, *, alone: bool = False) -> AbstractContextManager[bulk.BulkCursor]:

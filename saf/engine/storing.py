@@ -7,6 +7,9 @@ to be tried, in order.
 Storing may be repeated, because a destination drops messages that it already has. At most once is
 never repeated: messages that may have left become dead letters.
 
+A destination with a rate gets a part in pieces, each with permits (`saf.log.rates`). If the waits
+for permits take too long, the rest waits in the destination's lane, which is due in the next cycle.
+
 An obstacle delays only the messages that it is about. Halving finds a message that a destination
 rejects, and its neighbours are stored. Between pieces, the task checks for a request to stop, and
 gives nothing more to a destination that rejects one message after the other
@@ -72,6 +75,9 @@ TO_REPAIR = (Behind, Braked, ConfigurationError, Refused, SchemaError)
 
 REFUSES = (Unavailable, *TO_REPAIR)
 """Errors of a destination where nothing can be stored now."""
+
+USED_UP = "its rate is used up"
+"""Why messages wait for a destination with a rate."""
 
 _VERIFIED, _CLAIMED = f'"{VERIFIED_FROM}":', f'"{CLAIMED_FROM}":'
 
@@ -156,11 +162,13 @@ class Storing:
     def deliver(self, part: Part, set_aside: SetAside) -> None:
         """Store a part; put messages that cannot be stored in ``set_aside``."""
         part = self._without_dialogs(self._bury_unsuited(part, set_aside), set_aside)
-        for piece in work_off(
-            part,
-            lambda piece: self._attempt(piece, set_aside),
-            lambda: part.quality != AT_MOST_ONCE and self._stops(part, set_aside),
-        ):
+        with self.context.storing(part.destination):
+            left = work_off(
+                part,
+                lambda piece: self._attempt(piece, set_aside),
+                lambda: part.quality != AT_MOST_ONCE and self._stops(part, set_aside),
+            )
+        for piece in left:
             set_aside.wait(piece)
 
     def _attempt(self, part: Part, set_aside: SetAside) -> Sequence[Part]:
@@ -173,6 +181,8 @@ class Storing:
         if part.rows.num_rows and not once and (braked := context.brake.engaged(name)):
             self._wait(part, set_aside, Refusal(error=braked))
             return ()
+        if (pieces := self._slowed(part, set_aside)) is not None:
+            return pieces
         chunk = self._chunk(part)
         if once or (part.rows.num_rows and not chunk.rows.num_rows):
             part = self._leave_out(part, chunk, set_aside)
@@ -191,6 +201,29 @@ class Storing:
             if part.main and lane in context.lanes.untried:
                 context.lanes.untried.discard(lane)
                 set_aside.opened.add(lane)
+        return ()
+
+    def _slowed(self, part: Part, set_aside: SetAside) -> Sequence[Part] | None:
+        """Return the pieces to try in place of a part, by its destination's rate; None: all may go.
+
+        A piece that is returned has its permits.
+        """
+        name, context, messages = part.destination, self.context, part.rows.num_rows
+        if not messages or context.rules.destinations[name].rate is None:
+            return None
+        once = part.quality == AT_MOST_ONCE  # its attempt is recorded, so it must go
+        patient = once or context.work.alone == name
+        permits = context.permits(name, messages, patient=patient)
+        if permits >= messages or (once and not permits):
+            context.use(name, messages)
+            return None
+        if permits:
+            return [replace(part, rows=part.rows.slice(*cut)) for cut in ((0, permits), (permits,))]
+        lane = Lane(destination=name)
+        if paused := context.paused(name):
+            set_aside.fail([lane], paused)
+        context.lanes.hold(lane, USED_UP)
+        set_aside.wait(part)
         return ()
 
     def _refused(
@@ -225,7 +258,7 @@ class Storing:
 
     def _stops(self, part: Part, set_aside: SetAside) -> bool:
         """Whether to try no further piece of a part."""
-        if part.destination in set_aside.down:
+        if part.destination in set_aside.down or part.destination in self.context.used_up:
             return True
         if self.context.told_to_stop():
             # the pieces wait in their lane: the next run delivers them before everything else

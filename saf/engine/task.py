@@ -56,7 +56,17 @@ from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
 from saf.engine.source import chunks, with_last
 from saf.engine.storing import Storing
 from saf.engine.work import Receipt
-from saf.errors import Ahead, Behind, Fenced, Rejected, Restored, SafError, Unavailable, UsageError
+from saf.errors import (
+    Ahead,
+    Behind,
+    Fenced,
+    Paused,
+    Rejected,
+    Restored,
+    SafError,
+    Unavailable,
+    UsageError,
+)
 from saf.failpoints import fail_point
 from saf.log.cursor import (
     advance,
@@ -75,7 +85,7 @@ from saf.setaside.lane import Lane
 BEATS = 6
 """Signs of life that a task gives per lease: twice as many as the lease's renewals."""
 
-EXPECTED = (Unavailable, Rejected, Fenced, Ahead, Behind, UsageError)
+EXPECTED = (Unavailable, Rejected, Fenced, Ahead, Behind, Paused, UsageError)
 """Errors that end a task, and that its receipt names."""
 
 
@@ -180,7 +190,7 @@ class Task:
         """Send the parts of a chunk: each is stored, parked in its lanes, or buried.
 
         Raises:
-            SafError: the only destination is down, so parking would gain nothing.
+            SafError: the only destination is down or paused, so parking would gain nothing.
         """
         at_most_once = [part for part in parts if part.quality == AT_MOST_ONCE]
         others = [part for part in parts if part.quality != AT_MOST_ONCE]
@@ -225,10 +235,12 @@ class Task:
         """Return why messages cannot leave a lane; None if they can."""
         if not part.destination:
             return self.context.resolver.obstacle(lane)
-        return obstacle(self.context.rules, part.destination, part.quality)
+        return self.context.paused(part.destination) or obstacle(
+            self.context.rules, part.destination, part.quality
+        )
 
     def _stay_open(self, set_aside: SetAside) -> None:
-        """Raise, instead of parking, if the only destination is down.
+        """Raise, instead of parking, if the only destination is down or paused.
 
         The messages of this chunk that it has stored are done: the position moves past them. If
         this is not possible, because an earlier message waits, all waiting messages are parked.

@@ -46,8 +46,8 @@ class Work:
     batch: Batch
     routes: Routes
     """The routes that were frozen with the batch."""
-    new: bool = False
-    """Whether no task has had the batch before."""
+    new: int = 0
+    """Messages that were counted when the batch was opened just now; 0: a task may have had it."""
     configured: str | None = None
     """Fingerprint of the configuration that the routes were frozen of; see `saf.routing.routes`.
     None: the routes change with time."""

@@ -8,16 +8,17 @@ A database that does not answer raises `Unavailable`, and the next call connects
 that has slept past its lease comes back as a new member.
 
 Searching for work takes several queries, about each shard. So at a source where a search has found
-nothing, the driver first asks whether there can be anything new, by a statement that reads no table
-(`Quiet`).
+nothing, the driver first asks whether there can be anything new, by a statement that reads no log
+(`Quiet`). This statement also tells when a message or a run is due next. A visit first moves due
+messages to the outbox (`saf.forwarding.moving`), and then searches.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -29,8 +30,10 @@ from saf.broker.senders import vouched_since
 from saf.database import Dsn, check_schema, fetch, unavailable_if_lost
 from saf.destinations.identities import Identities
 from saf.engine import kept_results
-from saf.engine.work import Receipt, Work
+from saf.engine.little import Little
+from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import ConfigurationError, Fenced
+from saf.forwarding import moving
 from saf.forwarding.runner import Vigil
 from saf.log import cursor
 from saf.log.read import BY_INDEX
@@ -59,7 +62,10 @@ SAMPLE = 4
 """Shards that are counted to estimate the size of a batch."""
 
 SURE_SECONDS = 5.0
-"""Seconds for which a driver relies on a sequence that stands still."""
+"""Seconds for which a driver relies on a sequence that stands still, without a look at cursors."""
+
+MOVES_APART_SECONDS = 0.05
+"""Time between two moves of what is due, in seconds: each moves all that is due by then."""
 
 # Finds what any member would find; for a process that owns no shards
 PENDING = f"""
@@ -83,7 +89,40 @@ WHERE subscription_id = %(subscription_id)s AND kind = %(kind)s AND attempts > 0
 
 # The snapshot is older than the sequence's value. So it counts only if the previous `ASK` returned
 # the same value.
-ASK = "SELECT last_value + is_called::int, pg_current_snapshot()::text FROM saf.outbox_id_seq"
+ASK = f"""
+SELECT last_value + is_called::int, pg_current_snapshot()::text,
+       pg_current_snapshot()::text <> %(at)s AND ({backoff.ANY_LANE}), {moving.DUE_IN}
+FROM saf.outbox_id_seq
+"""
+
+# A text that changes with any cursor of the member
+CURSORS = f"""
+SELECT md5(string_agg(concat_ws(' ', shard, epoch, batch, done, open), ',' ORDER BY shard))
+FROM {NEWEST} AS c WHERE owner = %(owner)s
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """How visits forward little work, instead of leaving it to a runner."""
+
+    rules: ForwardingRules
+    turns: AbstractContextManager[Any]
+    """Limits how many visits forward at a time, because each has a session at the destination."""
+    seconds: float = 0.0
+    """Time for which a visit may continue with what follows, in seconds."""
+    keep: bool
+    """Whether connections are kept for the next visit."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a visit of a source has found."""
+
+    work: list[Work] = field(default_factory=list)
+    """Work to forward."""
+    forwarded: tuple[Work, list[Receipt]] | None = None
+    """Work that the visit has forwarded, and its receipts."""
 
 
 class SourceBroker:
@@ -137,8 +176,18 @@ class SourceBroker:
         self._of_services = False
         self._rejecting: dict[str, int] = {}
         """Messages that destinations have rejected in a row, as far as this process knows."""
+        self.due_in: float | None = None
+        """Seconds after the last visit in which something is due next; None: nothing is."""
+        self.held_left = False
+        """Whether the last visit had no time to move all that was due."""
+        self.locked = 0
+        """Held messages that the last visit has not moved, because sessions have locked them."""
+        self._refused = 0
+        self._moves_at = 0.0
+        """Earliest time of the next move of what is due."""
         self._began: datetime | None = None
         self._quiet = Quiet()
+        self._little: Little | None = None
         self._has_work = False
         """Whether it has searched for work before, so that open batches may be its own."""
 
@@ -147,38 +196,99 @@ class SourceBroker:
         """Whether it has a connection, and with it shards."""
         return self._connection is not None
 
-    def visit(self, default_destination: str | None, *, brief: bool) -> list[Work]:
+    def visit(
+        self,
+        default_destination: str | None,
+        *,
+        brief: bool,
+        here: Here | None = None,
+    ) -> Visit:
         """Return the work to forward now. Called between cycles.
 
+        With ``here``, forward little work here and now.
         A ``brief`` visit that finds nothing writes nothing, and disconnects at its end.
 
         Raises:
             Unavailable, UsageError, SchemaError
         """
         if brief and self._member is None and not self._pending():
-            self.idle = False
+            self.idle, self.locked = False, 0
             self.leave()
-            return []
+            return Visit()
         self.tend()
         self.idle = not self.shards
         if self._is_quiet():
-            return []
+            return Visit()
+        found = self._followed(here) or self._searched(default_destination, here)
+        if brief and not found.work:
+            self.leave()
+        return found
+
+    def _followed(self, here: Here | None) -> Visit | None:
+        """Forward what follows the last batch, if it is little and no search is due."""
+        if here is None or self._little is None:
+            return None
+        with here.turns:
+            followed = self._little.follow(here.rules, here.seconds)
+        if followed is None:
+            return None
+        _, receipts = followed
+        if not receipts:
+            self._quiet.nothing(searched=False)
+            return Visit()
+        self._quiet.forget()
+        self.note(receipts)
+        return Visit(forwarded=followed)
+
+    def _searched(self, default_destination: str | None, here: Here | None) -> Visit:
+        """Search for work; forward it if it is little."""
         work = self.open_work(default_destination)
         if work or self.waiting.lanes:
             self._quiet.forget()
         else:
             self._quiet.nothing()
-        if brief and not work:
-            self.leave()
-        return work
+        if here is not None and len(work) == 1:
+            if self._little is None:
+                self._little = Little(keep=here.keep)
+            with here.turns:
+                receipts = self._little.forward(work[0], here.rules, here.seconds)
+            if receipts is not None:
+                self.note(receipts)
+                return Visit(forwarded=(work[0], receipts))
+        return Visit(work)
 
     def _is_quiet(self) -> bool:
         with unavailable_if_lost(f"broker {self.name!r}"):
             connection = self._connect()
-            # without a member, search for work, which joins
-            return self._member is not None and self._quiet.lasts(
-                connection, self._member.subscription_id
-            )
+            if self._member is None:
+                return False  # search for work, which joins
+            quiet = self._quiet.lasts(connection, self._member)
+        due_in = self._quiet.due_in
+        if due_in is not None:
+            due_in = max(due_in, self._moves_at - time.monotonic())
+        self.held_left, self.locked = False, 0
+        return not (self._is_due(due_in) and self.move_held()) and quiet
+
+    def _is_due(self, due_in: float | None) -> bool:
+        """Note in how many seconds something is due; return whether it is due now."""
+        is_due = due_in is not None and due_in <= 0
+        self.due_in = None if is_due else due_in
+        return is_due
+
+    def move_held(self) -> int:
+        """Move due messages and runs to the outbox; return how many were found."""
+        with unavailable_if_lost(f"broker {self.name!r}"):
+            moved = moving.move(self._connect())
+        waits = moved.found and not moved.more
+        self._moves_at = time.monotonic() + MOVES_APART_SECONDS if waits else 0.0
+        self.held_left, self.locked = moved.more, moved.locked
+        self._refused += moved.refused
+        return moved.found
+
+    def take_refused(self) -> int:
+        """Return how many held messages were refused since the last call."""
+        refused, self._refused = self._refused, 0
+        return refused
 
     def tend(self) -> None:
         """Connect, be a member, keep the lease and the fair share. Called between cycles.
@@ -190,13 +300,18 @@ class SourceBroker:
             connection = self._connect()
             if self._member is not None and not self._due():
                 return
+            before = self._member, self.shards
             try:
                 self._balance(connection)
             except Fenced:
                 # this process slept past its lease and was removed: it comes back as a new member
                 self._member = None
                 self._balance(connection)
+            if (self._member, self.shards) == before:
+                return
             self._quiet.forget()
+            if self._little is not None:
+                self._little.end()
 
     @property
     def renewal_due(self) -> bool:
@@ -256,7 +371,10 @@ class SourceBroker:
             since = vouched_since(connection)
             work = [self._work(connection, batch, since) for batch in [*owned.in_hand, *opened]]
             little = opened if new <= LITTLE else []
-            work = [replace(item, new=item.batch in opened, configured=configured) for item in work]
+            work = [
+                replace(item, new=new if item.batch in opened else 0, configured=configured)
+                for item in work
+            ]
             return [
                 item if item.batch in little else self._sized(connection, item)
                 for item in work
@@ -367,6 +485,8 @@ class SourceBroker:
         member, self._member = self._member, None
         if connection is None:
             return
+        if self._little is not None:
+            self._little.end()
         try:
             if member is not None:
                 member.leave(connection)
@@ -379,7 +499,7 @@ class SourceBroker:
         """Drop the connection after `Unavailable`; the next `tend` connects again."""
         if self._connection is not None:
             self._connection.close()
-        self._connection = self._member = None
+        self._connection = self._member = self._little = None
         self.shards = 0
 
     def _connect(self) -> psycopg.Connection[Any]:
@@ -432,11 +552,13 @@ class SourceBroker:
             subscription_id = self._identify(connection)
             found = fetch(connection, PENDING, {"subscription_id": subscription_id})
             self._look_at_waiting(connection, subscription_id)
+            is_due = self._is_due(moving.due_in(connection))
             idle = [(done, shards) for done, shards, _ in found]
             return (
                 any(taken for _, _, taken in found)
                 or cursor.new_rows(connection, LOG, idle, most=1) > 0
                 or backoff.any_due(connection, subscription_id)
+                or is_due
             )
 
     def _due(self) -> bool:
@@ -474,8 +596,9 @@ class Quiet:
     - *Is there a lane?* An operator may have created one.
 
     So other databases of a server, however busy, cause few searches: one at most for each
-    transaction that was in progress when the sequence stopped. The driver still searches now and
-    then (`SURE_SECONDS`), because an operator may have set back cursors.
+    transaction that was in progress when the sequence stopped. Now and then (`SURE_SECONDS`), the
+    driver compares the cursors with those before its last search, because an operator may have set
+    some back.
     """
 
     def __init__(self) -> None:
@@ -489,36 +612,52 @@ class Quiet:
         """Transactions that were in progress at a search that found nothing, and still are. None:
         the sequence has not stood still."""
         self._until = 0.0
+        self._cursors = self._asked_cursors = ""
+        """The cursors before a search that found nothing, and before the search that follows."""
+        self.due_in: float | None = None
+        """Seconds from the last question until something is due; None: nothing will be."""
 
-    def lasts(self, connection: psycopg.Connection[Any], subscription_id: int) -> bool:
-        """Whether there is still nothing new. Only reads.
+    def lasts(self, connection: psycopg.Connection[Any], member: Member) -> bool:
+        """Whether there is still nothing new; also ask when something is due next.
 
-        If not, search; then call `nothing` if nothing was found and no lane exists, else `forget`.
+        Only reads.
+
+        If there may be something, search; then call `nothing` if nothing was found and no lane
+        exists, else `forget`.
         """
-        ((next_id, snapshot),) = fetch(connection, ASK)
+        params = {"subscription_id": member.subscription_id, "owner": member.member_id}
+        ((next_id, snapshot, any_lane, self.due_in),) = fetch(
+            connection, ASK, {**params, "at": self._at}
+        )
         if snapshot == self._at:
             return True
         running = frozenset(filter(None, snapshot.split(":")[2].split(",")))
         stood_still, self._next_id = next_id == self._next_id, next_id
         known = self._known if stood_still else None
         left = running if known is None else known & running
-        if (
-            known is not None
-            and left == known
-            and time.monotonic() < self._until
-            and not backoff.any_lane(connection, subscription_id)
-        ):
-            return True
+        self._asked_cursors = ""
+        if known is not None and left == known and not any_lane:
+            if time.monotonic() < self._until:
+                return True
+            ((self._asked_cursors,),) = fetch(connection, CURSORS, params)
+            if self._asked_cursors == self._cursors:
+                self._until = time.monotonic() + SURE_SECONDS
+                return True
         self._asked = (snapshot, left if stood_still else None)
         return False
 
-    def nothing(self) -> None:
-        """Note that the search after `lasts` has found nothing, and that no lane waits."""
+    def nothing(self, *, searched: bool = True) -> None:
+        """Note that the search after `lasts` has found nothing, and that no lane waits.
+
+        Without ``searched``, no message follows those forwarded last.
+        """
         if self._asked is not None:
-            self._at, self._known = self._asked
-            self._asked = None
+            snapshot, self._known = self._asked
+            self._at, self._asked = snapshot if searched else "", None
             self._until = time.monotonic() + SURE_SECONDS
+        self._cursors = self._asked_cursors if searched else ""
 
     def forget(self) -> None:
         """Forget all until the next search: something was found, or other shards are owned."""
         self._at, self._known, self._asked = "", None, None
+        self._cursors = self._asked_cursors = ""

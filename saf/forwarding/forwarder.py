@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from threading import Thread
+from threading import Semaphore, Thread
 from typing import TypeVar
 
 from saf.config import Settings
@@ -29,13 +29,12 @@ from saf.database.background import Background
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Fenced, JobFailed, SafError, SparkGone, Unavailable
 from saf.forwarding import summary
-from saf.forwarding.broker import SourceBroker
+from saf.forwarding.broker import Here, SourceBroker
 from saf.forwarding.purging import Purging
 from saf.forwarding.roster import Roster
 from saf.forwarding.runner import BEGIN_SECONDS, SILENT_LEASES, Runner, Vigil
 from saf.forwarding.summary import Meter, Progress, Summary
 from saf.forwarding.surveys import plan, surveyed, tasks_within
-from saf.log.pauses import Pauses
 from saf.setaside.backoff import SHOWN
 from saf.telemetry.logger import Log
 
@@ -44,6 +43,11 @@ log = Log("saf.forward")
 T = TypeVar("T")
 
 SPARK_GONE = SparkGone.__name__
+
+AT_ONCE = 8
+"""Visits that forward little work at a time."""
+ALONE_SECONDS = 0.25
+"""Time for which a visit may continue with little work, if there is no other source."""
 
 TICK_SECONDS = 0.2
 RUNNER_THREADS = 3
@@ -111,6 +115,7 @@ class Forwarder:
         self._failed_at: set[str] = set()
         self._stop = False
         self._background = Background(RUNNER_THREADS, "saf-runner")
+        self._turns = Semaphore(AT_ONCE)
 
     def stop(self) -> None:
         """Finish the current chunks and end. Safe to call from a signal handler."""
@@ -141,7 +146,9 @@ class Forwarder:
                     self._leave_to_another_run()
                 full = self.summary.forwarded - before >= self.options.chunk_rows
                 brokers = self.roster.well()
-                more = full or any(b.resumed or b.unfinished or b.lanes_left for b in brokers)
+                more = full or any(
+                    b.resumed or b.unfinished or b.lanes_left or b.held_left for b in brokers
+                )
                 if not (worked and more) and not self.roster.waiting:
                     break
             self._note_failed_job()
@@ -163,7 +170,7 @@ class Forwarder:
         each cycle that did something.
         """
         whole = Summary()
-        started, pauses = time.monotonic(), Pauses()
+        started = time.monotonic()
         self.roster.once = False
         try:
             while not self._stop:
@@ -178,19 +185,17 @@ class Forwarder:
                 self._note_failed_job()
                 self._note_waiting()
                 self.summary.seconds = time.monotonic() - began
-                if worked or self.summary.problems:
+                if worked or self.summary.problems or self.summary.refused:
                     report(self.summary)
                 whole.add(self.summary)
                 if not self._stop:
                     self.purging.start(self.roster.well())
-                if worked:
-                    pauses.end()
                 if worked or self.roster.all_well:
                     self.beat(worked)
                 if self.summary.problems:
                     self._pause(self.options.interval_seconds)
                 elif not worked:
-                    self._pause(pauses.next(self.options.interval_seconds))
+                    self._pause(self.roster.rest_seconds)
             self._finish_purges()
         finally:
             self._leave()
@@ -206,9 +211,12 @@ class Forwarder:
         began, before = time.monotonic(), self.summary.forwarded
         self._failed_job = None
         self._failed_at.clear()
-        found = self.roster.visit(self.options.default_destination)
+        found, forwarded = self._visit()
         if not found or self._stop:
-            return False
+            if forwarded:
+                self.summary.cycles += 1
+                summary.cycle(time.monotonic() - began, self.summary.forwarded - before)
+            return forwarded
         self._answer(lambda: self.runner.start(found), within=BEGIN_SECONDS)
         # asked in each cycle, because a cluster's executors come and go
         slots = self.options.tasks or self._slots()
@@ -225,6 +233,26 @@ class Forwarder:
         self.roster.rest()
         summary.cycle(time.monotonic() - began, self.summary.forwarded - before)
         return True
+
+    def _visit(self, but: Sequence[SourceBroker] = ()) -> tuple[list[Work], bool]:
+        """Visit the brokers; return the work, and whether visits have forwarded any."""
+        sources, keep = len(self.roster.brokers), not self.roster.once
+        limited = self.most is not None or self._limits()  # idle connections would count, too
+        self.roster.here = None
+        if not limited and self.runner.is_here(sources):
+            seconds = ALONE_SECONDS if sources == 1 and keep else 0.0
+            self.roster.here = Here(rules=self.rules, turns=self._turns, seconds=seconds, keep=keep)
+        found = self.roster.visit(self.options.default_destination, but)
+        self.summary.stopped |= self._stop and self.roster.waiting  # a visit has not ended
+        forwarded = self.roster.take_forwarded()
+        for item, receipts in forwarded:
+            summary.receipts([item], receipts)
+            for receipt in receipts:
+                if receipt.destination is not None:
+                    self._count(item.broker, receipt)
+            self.summary.batches += 1
+            self.roster.brokers[item.broker].unfinished = False
+        return found, bool(forwarded)
 
     def _work(
         self,
@@ -393,7 +421,7 @@ class Forwarder:
         """Forward the little work of other brokers; return whether any broker has to wait."""
         if len(self.roster.brokers) == 1:
             return False
-        others = self.roster.visit(self.options.default_destination, but=working)
+        others, _ = self._visit(but=working)
         little = [item for item in others if beside is not None and not item.much]
         # a slow broker would be asked again, and be too late again
         self.roster.give_back(item for item in others if beside is None or item.much)
@@ -493,8 +521,13 @@ class Forwarder:
         return Meter(self.progress, [item for item in work if item.broker not in limited])
 
     def _note_waiting(self) -> None:
-        """Add the waiting lanes to the summary: their number, and some by name."""
+        """Add the waiting lanes to the summary: their number, and some by name.
+
+        Also add the held messages that were due and not moved.
+        """
         for broker in self.roster.brokers.values():
+            self.summary.refused += broker.take_refused()
+            self.summary.locked += broker.locked
             self.summary.waiting_lanes += broker.waiting.lanes
             self._note_down(broker.down & self.rules.destinations.keys())
             self.summary.waiting += [

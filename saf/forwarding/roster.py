@@ -18,6 +18,7 @@ wait for a database that takes longer than all others. A database that does not 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -30,9 +31,10 @@ import psycopg
 from saf.config import Broker, Fleet, Settings
 from saf.database import Dsn
 from saf.destinations.identities import Identities
-from saf.engine.work import Work
+from saf.engine.work import Receipt, Work
 from saf.errors import Fenced, MemberMissing, SafError, SameBroker, SchemaMissing, Unexpected
-from saf.forwarding.broker import SourceBroker
+from saf.forwarding.broker import Here, SourceBroker, Visit
+from saf.log.pauses import Pauses
 from saf.operating.places import Candidate, Listing, Member, ask, memory, missing
 from saf.setaside.parking import wait_seconds
 from saf.telemetry.logger import Log
@@ -90,10 +92,14 @@ class Roster:
         """Whether a fleet has answered since brokers were last added and removed."""
         self._visit_at: dict[str, float] = {}
         self._failures: dict[str, int] = {}
+        self._pauses: defaultdict[str, Pauses] = defaultdict(Pauses)
         self._sessions: set[str] = set()
         """The brokers that may be connected."""
         self._found: list[Work] = []
         """Work that was found and not returned yet."""
+        self.here: Here | None = None
+        """How visits forward little work; None: they leave it to the runner."""
+        self._forwarded: list[tuple[Work, list[Receipt]]] = []
         self._enlist()
 
     @property
@@ -117,13 +123,18 @@ class Roster:
             self._refresh()
         now, brief, late = time.monotonic(), self.brief, self._late
 
-        def on_result(broker: SourceBroker, work: list[Work]) -> None:
+        def on_result(broker: SourceBroker, visit: Visit) -> None:
             self._failures.pop(broker.name, None)
             self._meet(broker)
             self._note_visit(broker.name)
-            if self.once and not work:
-                self._visit_at[broker.name] = NEVER
-            self._found.extend(work)
+            if visit.work or visit.forwarded:
+                self._pauses[broker.name].end()
+                self._visit_at.pop(broker.name, None)
+            else:
+                self._visit_at[broker.name] = NEVER if self.once else self._next_visit(broker)
+            self._found.extend(visit.work)
+            if visit.forwarded is not None:
+                self._forwarded.append(visit.forwarded)
 
         left = [
             broker
@@ -138,7 +149,12 @@ class Roster:
         while left and (self._may_connect(left[-1]) or self._threads.take_results()):
             if self._may_connect(left[-1]):
                 broker = left.pop()
-                job = partial(broker.visit, default_destination, brief=brief)
+                job = partial(
+                    broker.visit,
+                    default_destination,
+                    brief=brief,
+                    here=self.here,
+                )
                 self._start(broker, job, partial(on_result, broker))
         self.skipped = bool(left)
         self._threads.finish(set(self.brokers))
@@ -173,6 +189,31 @@ class Roster:
                 self._count(broker)
                 self.failed(name)
         return [item for item in found if item.broker not in copies]
+
+    def take_forwarded(self) -> list[tuple[Work, list[Receipt]]]:
+        """Return the work that visits have forwarded since the last call, with its receipts."""
+        forwarded, self._forwarded = self._forwarded, []
+        return forwarded
+
+    @property
+    def rest_seconds(self) -> float:
+        """Time until the next visit of a broker is due, in seconds; at most the interval."""
+        due = min(
+            (
+                self._visit_at.get(name, 0.0)
+                for name in self.brokers
+                if name not in self._threads.busy
+            ),
+            default=NEVER,
+        )
+        return max(0.0, min(due - time.monotonic(), self.options.interval_seconds))
+
+    def _next_visit(self, broker: SourceBroker) -> float:
+        now, interval = time.monotonic(), self.options.interval_seconds
+        pause = self._pauses[broker.name].next(interval)
+        # all that have been quiet for long are visited together: the driver wakes up once for them
+        at = now + pause if pause < interval else now - now % interval + interval
+        return at if broker.due_in is None else min(at, now + broker.due_in)
 
     def give_back(self, work: Iterable[Work]) -> None:
         """Keep work for the next visit, because all slots are taken now."""
@@ -319,6 +360,8 @@ class Roster:
                 del self.brokers[name]
                 self._found = [item for item in self._found if item.broker != name]
                 self._failures.pop(name, None)
+                self._pauses.pop(name, None)
+                self._visit_at.pop(name, None)
             if isinstance(entry, Candidate) and self._visit_at.get(name) == NEVER:
                 del self._visit_at[name]
         for name, new in wanted.items():

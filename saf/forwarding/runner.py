@@ -25,7 +25,7 @@ from uuid import uuid4
 
 import psycopg
 
-from saf.database import Dsn
+from saf.database import Dsn, connections
 from saf.engine.pulse import silent
 from saf.engine.work import ForwardingRules, Receipt, Work
 from saf.errors import Unavailable, Unexpected
@@ -51,6 +51,12 @@ class Runner(Protocol):
         """Prepare for the work of a cycle, which may take seconds; called before all else.
 
         A run that finds nothing to do never calls it.
+        """
+
+    def is_here(self, sources: int) -> bool:
+        """Return whether little work may run where it is found, in this process.
+
+        If so, make room for connections to ``sources`` sources.
         """
 
     def slots(self) -> int:
@@ -86,13 +92,10 @@ def run_item(
     ``closes`` is as in `saf.engine.task.Task`.
     """
     # these need Arrow; a driver of Spark does not
-    from saf.engine import little
     from saf.engine.context import Context
     from saf.engine.source import messages
     from saf.engine.task import Task
 
-    if closes and (receipts := little.forward(number, item, rules)) is not None:
-        return receipts
     with closing(messages(item, rules.max_bytes)) as rows:
         return Task(Context(number, item, rules), closes=closes).run(rows)
 
@@ -126,15 +129,17 @@ class InProcess:
         import saf.engine.source
         import saf.engine.task  # noqa: F401 - Arrow, and its drivers
 
+    def is_here(self, sources: int) -> bool:
+        """Return True, and make room for connections to ``sources`` sources."""
+        connections.make_room(sources)
+        return True
+
     def slots(self) -> int:
         """Return 1."""
         return 1
 
     def run(self, work: Sequence[Work], rules: ForwardingRules, group: str) -> list[Receipt]:  # noqa: ARG002 - a runner's signature
         """Run each item to its end."""
-        from saf.database import connections  # needs Arrow
-
-        connections.make_room(len({item.dsn for item in work}))
         return [
             receipt
             for number, item in enumerate(work)
@@ -143,8 +148,6 @@ class InProcess:
 
     def let_go(self, source: Dsn) -> None:
         """Close this process's kept connections to a database."""
-        from saf.database import connections  # needs Arrow
-
         connections.forget(source)
 
     def cancel(self, group: str) -> None:
@@ -175,6 +178,10 @@ class LittleHere:
         runner = self._for(work)
         runner.start(work)
         self._started |= runner is self._spark
+
+    def is_here(self, sources: int) -> bool:
+        """Return True, and make room for connections to ``sources`` sources."""
+        return self._here.is_here(sources)
 
     def slots(self) -> int:
         """Return how many tasks Spark runs at a time now, if it is started; otherwise 1."""

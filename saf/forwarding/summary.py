@@ -61,6 +61,10 @@ class Summary:
     """Messages set aside until a destination, a route or a service exists or answers."""
     dead: int = 0
     """Messages set aside for an operator."""
+    refused: int = 0
+    """Held messages that were due, and that the database refused to move."""
+    locked: int = 0
+    """Held messages that are due, and that other sessions have locked."""
     by_broker: dict[str, int] = field(default_factory=dict)
     """By source, messages that its destinations have now, counted for each destination."""
     by_destination: dict[str, int] = field(default_factory=dict)
@@ -103,6 +107,8 @@ class Summary:
         self.left_out += cycle.left_out
         self.parked += cycle.parked
         self.dead += cycle.dead
+        self.refused += cycle.refused
+        self.locked = cycle.locked
         self.batches += cycle.batches
         self.cycles += cycle.cycles
         for name, messages in cycle.early.items():

@@ -184,7 +184,7 @@ def _survey(name: str, dsn: Dsn, batches: Sequence[Batch]) -> Surveyed | None:
             session.close()
             raise
     except (SafError, NotSurveyed, psycopg.Error) as error:
-        log.warning("not_surveyed", broker=name, error=dsn.redact(str(error)))
+        log.warning("not_surveyed", broker=name, error=dsn.reason(error))
         return None
     return Surveyed(session=session, surveys=surveys)
 

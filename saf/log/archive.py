@@ -112,7 +112,7 @@ def reading(dsn: Dsn, slot: Slot) -> Iterator[SlotRows]:
                 slot=slot, broker_id=str(broker_id), incarnation=int(incarnation), cursor=cursor
             )
     except adbc.Error as error:
-        raise translated(what, error.sqlstate, dsn.redact(str(error))) from None
+        raise translated(what, error.sqlstate, dsn.reason(error)) from None
 
 
 @dataclass(frozen=True, kw_only=True)

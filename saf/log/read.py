@@ -93,6 +93,18 @@ def left(log: str, columns: str = "*") -> str:
     return f"SELECT * FROM ({rows}) AS since WHERE NOT {COMPLETE.format(row='since')}"
 
 
+# Each shard's incomplete rows, found by the index; as in saf.status for the outbox. Messages that a
+# dispatcher has completed beyond the position belong to the open batch.
+UNREAD = f"""
+saf.cursor c {BEYOND}
+CROSS JOIN LATERAL ({left("saf.inbox")}) AS since
+WHERE c.subscription_id = s.subscription_id
+  AND NOT coalesce(since.id <@ d.ids AND pg_visible_in_snapshot(since.txid, c.open), false)
+  AND (s.service IS NULL OR since.to_service = s.service)
+"""
+"""SQL: the messages ``since`` that a subscription ``s`` of the inbox has not read."""
+
+
 def begun_since(done: str) -> tuple[str, list[str]]:
     """Return the first transaction that began after a snapshot, and those then in progress.
 

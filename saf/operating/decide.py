@@ -56,8 +56,10 @@ from saf.dialogs import conversations, monologs, statements
 from saf.errors import Unavailable
 from saf.log.cursor import note_taken_out
 from saf.log.shards import failed, newest
+from saf.operating.held import HeldMessages, LockedHeld
 from saf.setaside import backoff, in_hand, parking
 from saf.setaside.audit import ONE_AT_A_TIME, audit
+from saf.setaside.fingerprint import BEFORE
 from saf.setaside.lane import NO_BROKER, SAME_LANE, THE_LANE, Kind, Lane
 from saf.setaside.selection import (
     REST_SECONDS,
@@ -71,7 +73,7 @@ from saf.setaside.unhandled import FOR_ALL
 
 LOCKED_DEAD = DeadLetters.sql(f"""
 WITH {TAKEN}
-SELECT dead_letter_id, message_id {{chosen}} AND ({{stays}}) IS NULL
+SELECT dead_letter_id, message_id, s.log, s.name {{chosen}} AND ({{stays}}) IS NULL
 ORDER BY 1 LIMIT %(limit)s FOR UPDATE OF d
 """)
 
@@ -97,9 +99,11 @@ FROM {RETRIED}
 """
 DUE_OF_DEAD = f"""
 INSERT INTO saf.backoff (subscription_id, destination, kind, subject, shard, error)
-SELECT DISTINCT subscription_id, coalesce(%(to)s::text, destination), kind, subject, of_key,
-       'retried by ' || coalesce(%(person)s::text, session_user)
+SELECT subscription_id, coalesce(%(to)s::text, destination), kind, subject, of_key,
+       'retried by ' || coalesce(%(person)s::text, session_user) || '{BEFORE}'
+       || (array_agg(d.error ORDER BY dead_letter_id))[1]
 FROM {RETRIED}
+GROUP BY subscription_id, coalesce(%(to)s::text, destination), kind, subject, of_key
 ON CONFLICT (subscription_id, destination, kind, subject, broker)
 DO UPDATE SET attempts = 0, next_attempt_at = now(), {FOR_ALL}
 """
@@ -113,8 +117,13 @@ UPDATE saf.backoff b SET next_attempt_at = now() FROM {RETRIED}
 DELETE = "DELETE FROM saf.dead_letter WHERE dead_letter_id = ANY (%(dead_letter_ids)s)"
 
 
+FORWARDER: frozenset[str | None] = frozenset([None])
+
+
 class HeldDead:
     """Dead letters that are locked for a decision."""
+
+    names = None
 
     def __init__(
         self,
@@ -124,8 +133,9 @@ class HeldDead:
         to: str | None,
     ) -> None:
         rows = fetch(connection, LOCKED_DEAD, chosen.params(limit, to))
-        self._dead_letter_ids: list[int] = [number for number, _ in rows]
-        self.message_ids: list[UUID] = [message_id for _, message_id in rows]
+        self._dead_letter_ids: list[int] = [number for number, *_ in rows]
+        self.message_ids: list[UUID] = [message_id for _, message_id, *_ in rows]
+        self.readers = frozenset(name if log == "inbox" else None for *_, log, name in rows)
         self.last = self._dead_letter_ids[-1] if rows else None
 
     def pass_on(
@@ -148,6 +158,7 @@ def give_up(connection: psycopg.Connection[Any], dead_letter_ids: Sequence[int])
 
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Selection[Any])
 
 LONGEST_SECONDS = REST_SECONDS / 2
 """Maximum time for deciding about a member's keys; the rest is for the commit."""
@@ -275,6 +286,8 @@ class HeldParked:
     """Parked messages that are locked for a decision, and that no other process has in hand."""
 
     last = None  # messages before them may be released later
+    names = None
+    readers = FORWARDER
 
     def __init__(
         self,
@@ -424,6 +437,12 @@ class Held(Protocol):
     """Some messages that are locked for a decision, until the transaction ends."""
 
     message_ids: list[UUID]
+    readers: frozenset[str | None]
+    """The subscriptions of the inbox that a retry returns them to; None: the forwarder."""
+
+    @property
+    def names(self) -> Sequence[str | None] | None:
+        """Names of held messages, in the order of their ids; None for other messages."""
 
     @property
     def last(self) -> int | None:
@@ -444,17 +463,29 @@ class Held(Protocol):
 HELD: Mapping[type, Callable[[psycopg.Connection[Any], Any, int | None, str | None], Held]] = {
     DeadLetters: HeldDead,
     ParkedMessages: HeldParked,
+    HeldMessages: LockedHeld,
 }
 """How the oldest of some chosen messages are locked, by the kind of the selection."""
 
 
+LOSES = ("discard", "cancel")
+"""Actions that give messages up."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What becomes of messages: "retry", "redirect" or "discard", as their selection permits."""
+    """What becomes of messages: one of the ``DECISIONS`` of their selection."""
 
     action: str
     to: str | None = None
-    """The destination of a redirection. The caller has checked that it exists."""
+    """The destination of a redirection, which the caller has checked; or the time of a
+    rescheduling, in ISO form."""
+
+    def of_these(self, chosen: C) -> C:
+        """Return the messages that it may concern: of held ones, only refused ones are moved."""
+        if self.action == "move" and isinstance(chosen, HeldMessages):
+            return replace(chosen, state="refused")
+        return chosen
 
     def __str__(self) -> str:
         return self.action if self.to is None else f"{self.action} to {self.to}"
@@ -487,13 +518,20 @@ class Decision:
         limit: int | None = None,
     ) -> Held:
         """Decide like `__call__`; return the messages as they were held."""
-        passes_on = self.action != "discard"
+        passes_on = self.action not in LOSES
         with connection.transaction():
             if passes_on:
                 connection.execute(ONE_AT_A_TIME)
             held = HELD[type(chosen)](connection, chosen, limit, self.to)
             if held.message_ids:
-                number = audit(connection, str(self), held.message_ids, why, person)
+                number = audit(
+                    connection,
+                    str(self),
+                    held.message_ids,
+                    why,
+                    person=person,
+                    names=held.names,
+                )
                 if passes_on:
                     held.pass_on(connection, self.to, number, person)
                 else:
@@ -522,10 +560,12 @@ def in_chunks(
     person: str | None = None,
     chunk: int = CHUNK,
     stop: Callable[[], bool] = lambda: False,
+    decided: Callable[[Held], object] = lambda _: None,
 ) -> Iterator[list[UUID]]:
     """Decide about all chosen messages that are set aside now; yield the ids of each chunk.
 
     Call ``stop`` before each chunk: if it returns true, the remaining messages stay as they are.
+    Call ``decided`` after each chunk.
     The connection is in autocommit.
     """
     chosen = chosen.until_now(connection)
@@ -533,6 +573,7 @@ def in_chunks(
         held = decision.held(connection, chosen, why, person, chunk)
         if not held.message_ids:
             return
+        decided(held)
         yield held.message_ids
         if held.last is not None:
             # do not read again what did not match: a criterion may cost more than a decision

@@ -16,7 +16,7 @@ its messages are not pending.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -65,6 +65,12 @@ SELECT s.name, b.destination, b.kind, max(b.attempts), min(b.since),
        count(*) FILTER (WHERE needs_operator AND attempts > 0)
 FROM saf.backoff b JOIN saf.subscription s USING (subscription_id) GROUP BY 1, 2, 3
 """
+HELD_MESSAGES = """
+SELECT (SELECT count(*) FROM (SELECT FROM saf.held WHERE due IS NOT NULL AND refused IS NULL
+                              LIMIT {most}) AS h),
+       (SELECT min(due) FROM saf.held WHERE due IS NOT NULL AND refused IS NULL),
+       (SELECT count(*) FROM (SELECT FROM saf.held WHERE refused IS NOT NULL LIMIT {most}) AS r)
+"""
 DEAD = """
 SELECT s.name, d.reason, count(*)
 FROM (SELECT subscription_id, reason FROM saf.dead_letter LIMIT {most}) AS d
@@ -78,10 +84,10 @@ MISSING = """
 SELECT fleet, count(*) FILTER (WHERE missing_since IS NOT NULL) FROM saf.fleet_member GROUP BY 1
 """
 MEMBERS = """
-SELECT s.log, s.name, array_remove(array_agg(m.lease_until), NULL)
+SELECT s.paused_at IS NOT NULL, s.log, s.name, array_remove(array_agg(m.lease_until), NULL)
 FROM saf.subscription s LEFT JOIN saf.member m USING (subscription_id)
 WHERE NOT s.stream
-GROUP BY s.log, s.name
+GROUP BY s.log, s.name, s.paused_at
 """
 USED = """
 SELECT log, count(*) FILTER (
@@ -97,7 +103,7 @@ SELECT pg_current_snapshot()::text, clock_timestamp(), coalesce(greatest(
     (SELECT max(extract(epoch FROM clock_timestamp() - prepared)) FROM pg_prepared_xacts
      WHERE database = current_database()), 0), 0)::float
 WHERE NOT EXISTS (
-    SELECT FROM saf.cursor, saf.member, saf.parked, saf.backoff, saf.dead_letter,
+    SELECT FROM saf.cursor, saf.member, saf.parked, saf.backoff, saf.dead_letter, saf.held,
                 ONLY saf.outbox, ONLY saf.inbox WHERE false)
 """
 ENDPOINTS = """
@@ -109,7 +115,7 @@ LEFT JOIN saf.breaker b USING (subscription_id)
 ORDER BY 1
 """
 STATES = ("closed", "open", "disabled", "paused")
-CONDITIONS = ("up", "down", "waiting")
+CONDITIONS = ("up", "down", "waiting", "paused")
 
 EXPIRIES = "SELECT expires_at FROM saf.route WHERE enabled AND expires_at IS NOT NULL"
 
@@ -204,8 +210,10 @@ def _figures(
             yield _sample(m.UNREAD, backlog.messages, broker, backlog.subscription)
         elif backlog.subscription == "forwarder":
             yield from _pending(connection, broker, backlog, settings)
-    for *subscription, leases in fetch(connection, MEMBERS):
-        yield _live(leases, broker, *subscription)
+    for paused, log, subscription, leases in fetch(connection, MEMBERS):
+        yield _live(leases, broker, log, subscription)
+        if log == "inbox":
+            yield _sample(m.PAUSED, paused, broker, subscription)
     yield from _set_aside(connection, broker)
     query = sql.SQL(USED).format(logs=sql.Literal([*AGE_COLUMN]), slots=sql.Literal(SLOTS))
     for log, used in fetch(connection, query):
@@ -267,6 +275,10 @@ def _set_aside(connection: psycopg.Connection[Any], broker: str) -> Iterator[Sam
         yield _age(m.OLDEST_PARKED, since, broker, *lane)
     for name, reason, count in fetch(connection, sql.SQL(DEAD).format(**most)):
         yield _sample(m.DEAD, count, broker, name, reason)
+    ((held, next_due, refused),) = fetch(connection, sql.SQL(HELD_MESSAGES).format(**most))
+    yield _sample(m.HELD, held, broker)
+    yield _age(m.OVERDUE, next_due, broker)
+    yield _sample(m.REFUSED, refused, broker)
     named: set[tuple[str, str]] = set()
     for group in failure_groups(connection, DeadLetters(), newest=GROUPED).shown:
         if (of := (group.subscription, group.reason)) not in named:
@@ -280,8 +292,8 @@ def _set_aside(connection: psycopg.Connection[Any], broker: str) -> Iterator[Sam
 
 
 HELD = """
-SELECT b.destination, max(b.attempts) FROM saf.backoff b JOIN saf.subscription s
-    USING (subscription_id)
+SELECT b.destination, max(b.attempts), bool_or(b.paused_at IS NOT NULL)
+FROM saf.backoff b JOIN saf.subscription s USING (subscription_id)
 WHERE s.log = 'outbox' AND s.name = 'forwarder' AND b.kind = {kind} GROUP BY 1
 """
 
@@ -290,10 +302,12 @@ def _destinations(
     connection: psycopg.Connection[Any], broker: str, settings: Settings
 ) -> Iterator[Sample]:
     query = sql.SQL(HELD).format(kind=sql.Literal(str(Kind.MAIN)))
-    attempts: Mapping[str, int] = dict(fetch(connection, query))
-    for name in {**settings.destinations, **attempts}:
-        failed = attempts.get(name)
-        is_in = "up" if failed is None else "down" if failed else "waiting"
+    held = {
+        name: "paused" if paused else "down" if attempts else "waiting"
+        for name, attempts, paused in fetch(connection, query)
+    }
+    for name in {**settings.destinations, **held}:
+        is_in = held.get(name, "up")
         for state in CONDITIONS:
             yield _sample(m.DESTINATIONS, state == is_in, broker, name, state)
 

@@ -1,9 +1,9 @@
 """The journey of one message: where it is in each broker, from its sender to its handlers.
 
-A journey consists of stays. A `Stay` is one broker's knowledge of the message: sent from its
-outbox; stored in its inbox, with each subscription's progress; tried in vain at an endpoint;
-parked; a dead letter; or decided about by an operator. `stay` looks a message up in one broker, by
-its id, and only reads. The caller visits the brokers.
+A journey consists of stays. A `Stay` is one broker's knowledge of the message: held until it is
+due; sent from its outbox; stored in its inbox, with each subscription's progress; tried in vain at
+an endpoint; parked; a dead letter; or decided about by an operator. `stay` looks a message up in
+one broker, by its id, and only reads. The caller visits the brokers.
 
 Logs have no index of message ids. So the search covers the shard of the key, if the key is given;
 otherwise it reads each log from the end, within a time limit (`saf.log.finding`). `Stay.unfinished`
@@ -35,13 +35,21 @@ from saf.limits import HEADERS_READABLE
 from saf.log import finding
 from saf.log.finding import Row, Search
 from saf.log.shards import LAST, shard_of
-from saf.operating import outbox
+from saf.operating import held, outbox
+from saf.operating.held import HeldDetails
 from saf.operating.outbox import Details
 from saf.setaside.dead import SHOWN
 from saf.setaside.lane import BROKER, SAME_LANE, Kind, Lane
 
 SECONDS = 10.0
 """Default time limit, in seconds, of a statement, and of the whole search for a message."""
+
+DECIDED_ABOUT: Mapping[str, str] = MappingProxyType(
+    {"retry": "dead letter"}
+    | dict.fromkeys(("discard", "redirect"), "dead letter or parked message")
+    | {"cancel": "held message", "reschedule": "held message", "move": "refused message"}
+)
+"""What each action of an operator may concern."""
 
 NOWHERE: Mapping[str, str] = MappingProxyType({})
 
@@ -82,7 +90,7 @@ SCANS = "SET LOCAL enable_seqscan = on"
 PARKED = f"""
 SELECT s.name AS subscription, p.parked_at AS since, p.destination, p.kind, p.subject,
        {BROKER.replace("broker,", "p.broker,")}, b.attempts, b.next_attempt_at, b.error,
-       coalesce(b.awaits_handler, false) AS awaits_handler
+       coalesce(b.awaits_handler, false) AS awaits_handler, b.message_type
 FROM saf.parked p JOIN saf.subscription s USING (subscription_id)
 LEFT JOIN saf.backoff b ON {SAME_LANE}
 WHERE p.message_id = %(message_id)s ORDER BY p.parked_id LIMIT 100
@@ -179,6 +187,12 @@ class Attempted:
     outcome: str
     error: str
 
+    @property
+    def words(self) -> str:
+        """The attempt in words, without its error."""
+        answer = "no answer" if self.status is None else f"answer {self.status}"
+        return f"attempt of {self.seconds:.1f} s: {answer}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
@@ -190,12 +204,33 @@ class Decided:
     action: str
     why: str
 
+    @property
+    def words(self) -> str:
+        """The decision in words; other entries of the audit have their own.
+
+        >>> decision = dict(audit_at=datetime.now(), who="ann", person=None, why="")
+        >>> for action in ("retry", "discard", "redirect to mom", "discard with subscription a"):
+        ...     print(Decided(action=action, **decision).words)
+        decision to retry the dead letter
+        decision to discard the dead letter or parked message
+        decision to redirect the dead letter or parked message to mom
+        discarded with subscription a
+        """
+        action, _, rest = self.action.partition(" ")
+        if action not in DECIDED_ABOUT:
+            return self.action
+        if rest.startswith("with "):
+            return f"discarded {rest}"
+        return f"decision to {action} the {DECIDED_ABOUT[action]} {rest}".rstrip()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stay:
     """One broker's knowledge of a message."""
 
     sent: Details | None
+    held: HeldDetails | None
+    """The message, if it is in no log yet."""
     stored: Stored | None
     readings: tuple[Reading, ...]
     attempts: tuple[Attempted, ...]
@@ -207,19 +242,21 @@ class Stay:
     @property
     def nothing(self) -> bool:
         """True if the broker does not know the message."""
-        return not (self.sent or self.stored or self.aside or self.decided)
+        return not (self.sent or self.held or self.stored or self.aside or self.decided)
 
     @property
     def size(self) -> int | None:
-        """The size of the message's body in bytes; None if no log of the broker has it."""
+        """The size of the message's body in bytes; None if the broker does not have it."""
         if self.sent is not None:
             return self.sent.message.bytes
-        return self.stored.bytes if self.stored is not None else None
+        copy = self.held or self.stored
+        return copy.bytes if copy is not None else None
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dict for JSON."""
         return {
             "sent": self.sent and self.sent.as_dict(),
+            "held": self.held and self.held.as_dict(),
             "stored": self.stored and _plain(self.stored),
             "subscriptions": [_plain(item) for item in self.readings],
             "attempts": [_plain(item) for item in self.attempts],
@@ -274,6 +311,8 @@ def stay(
     try:
         with connection.transaction():
             connection.execute(BOUNDS.format(milliseconds=max(1, round(seconds * 1000))))
+            # first: if it moves now, the outbox will have it
+            later = held.details(connection, message_id)
             slots = finding.written(connection) if key is None else {}
             if key is None:
                 half = (until - time.monotonic()) / 2
@@ -308,14 +347,8 @@ def stay(
             connection.execute(SCANS)
             ((is_aside, was_tried, is_audited),) = fetch(connection, ANY_MORE, params)
             parked, dead = _aside(connection, params) if is_aside else ([], [])
-            attempts: list[Attempted] = []
-            if was_tried:
-                with psycopg.Cursor(connection, row_factory=class_row(Attempted)) as tries:
-                    attempts = tries.execute(ATTEMPTED, params).fetchall()
-            decided: list[Decided] = []
-            if is_audited:
-                with psycopg.Cursor(connection, row_factory=class_row(Decided)) as decisions:
-                    decided = decisions.execute(DECIDED, params).fetchall()
+            attempts = failed_attempts(connection, message_id) if was_tried else []
+            decided = decisions(connection, message_id) if is_audited else []
     except psycopg.errors.QueryCanceled:
         raise UsageError(
             f"it took longer than {seconds:g} s to look for message {message_id}: add the time "
@@ -323,6 +356,7 @@ def stay(
         ) from None
     return Stay(
         sent=sent,
+        held=later if sent is None else None,
         stored=stored,
         readings=readings,
         attempts=tuple(attempts),
@@ -334,6 +368,18 @@ def stay(
             if search.place is not None
         },
     )
+
+
+def failed_attempts(connection: psycopg.Connection[Any], message_id: UUID) -> list[Attempted]:
+    """Return a broker's failed attempts at an endpoint with a message, as far as remembered."""
+    with psycopg.Cursor(connection, row_factory=class_row(Attempted)) as tries:
+        return tries.execute(ATTEMPTED, {"message_id": message_id}).fetchall()
+
+
+def decisions(connection: psycopg.Connection[Any], message_id: UUID) -> list[Decided]:
+    """Return operators' latest decisions about a message, from a broker's audit."""
+    with psycopg.Cursor(connection, row_factory=class_row(Decided)) as cursor:
+        return cursor.execute(DECIDED, {"message_id": message_id}).fetchall()
 
 
 def _stored(
@@ -374,7 +420,11 @@ def _parked(row: dict[str, Any]) -> Aside:
         destination=row["destination"],
         since=row["since"],
         error=row["error"],
-        lane=str(lane),
+        lane=lane.of_reader(
+            row["subscription"],
+            awaits_handler=row["awaits_handler"],
+            message_type=row["message_type"],
+        ),
         attempts=row["attempts"],
         next_attempt_at=row["next_attempt_at"],
     )
@@ -382,6 +432,8 @@ def _parked(row: dict[str, Any]) -> Aside:
 
 def body(connection: psycopg.Connection[Any], there: Stay) -> bytes | None:
     """Return the body of a message where a broker has it; None if it was removed."""
+    if there.held is not None:
+        return held.body(connection, there.held.message_id)
     for log, row in (("outbox", there.sent and there.sent.row), ("inbox", there.stored)):
         if row is not None:
             found = fetch(connection, BODY.format(log=log), asdict(row))

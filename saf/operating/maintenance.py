@@ -6,9 +6,9 @@ the others do nothing.
 
 A purge also deletes old versions of the routes, once no cursor refers to them; route choices of
 keys, unused for as long as messages are kept; conversations that were closed that long ago;
-messages that Spark jobs staged and never sent; and kept results of transforms for messages that
-were set aside and are gone. Members that are gone need no care here: living members delete them
-(`saf.log.shards`).
+messages that Spark jobs staged and never sent; kept results of transforms for messages that were
+set aside and are gone; and names of sent messages that may be used again. Members that are gone
+need no care here: living members delete them (`saf.log.shards`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ import psycopg
 from saf.broker import health
 from saf.config import Purge
 from saf.database import Dsn, fetch
+from saf.database.dsn import grant_command, place_of
 from saf.destinations.kinds import archive_at
 from saf.dialogs import conversations
 from saf.engine import kept_results
 from saf.errors import MayNotPurge
 from saf.log.ring import AGE_COLUMN, LOCK_TIMEOUT_SECONDS, Archive, Slot, purge, rotate
 from saf.routing.route_choices import forget
-from saf.sending import staging
+from saf.sending import held, staging
 from saf.telemetry import metrics as m
 from saf.telemetry.metrics import count
 
@@ -47,6 +48,8 @@ class Outcome:
     """Number of deleted messages that Spark jobs had staged and never sent."""
     kept_results: int = 0
     """Number of deleted results of transforms that no message needs."""
+    names: int = 0
+    """Number of forgotten names of messages."""
     busy: bool = False
     """True if another purge of this broker is running, so that this one did nothing."""
 
@@ -117,10 +120,12 @@ def purge_broker(
         closed = 0 if dry_run else conversations.forget(connection, retention_seconds)
         orphans = 0 if dry_run else staging.collect(connection)
         results = 0 if dry_run else kept_results.collect(connection)
+        names = 0 if dry_run else held.forget(connection)
     except psycopg.errors.InsufficientPrivilege as error:
         raise MayNotPurge(
             f"role {connection.info.user!r} may not purge database {connection.info.dbname!r}: "
-            f"{error.diag.message_primary}. As the owner, run `saf grant --role purger …`"
+            f"{error.diag.message_primary}. As the owner, run "
+            f"`{grant_command('purger', connection.info.user, place_of(connection))}`"
         ) from None
     finally:
         if not connection.closed:
@@ -134,6 +139,7 @@ def purge_broker(
         conversations=closed,
         orphans=orphans,
         kept_results=results,
+        names=names,
     )
 
 

@@ -31,10 +31,11 @@ it. A member that is listed under another name, as its broker_id shows, is not m
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from threading import Event, Lock, Thread
+from types import MappingProxyType
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -94,6 +95,8 @@ class Listing:
     """Members whose databases allow no connections."""
     unlisted: set[str] = field(default_factory=set)
     """Fleets that could not be listed."""
+    others: Sequence[str] = ()
+    """Stores that are left out, because only sources are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +241,8 @@ def _listing(
             full = f"{name}/{_name(place)}"
             if not isinstance(conninfo, str):
                 raise ConfigurationError("its dsn is not text")  # noqa: TRY301
-            dsn = Dsn(conninfo, fleet.dsn.bounds)
+            origin = f"the query of fleet {name!r}" if fleet.query else fleet.dsn.origin
+            dsn = Dsn(conninfo, fleet.dsn.bounds, origin)
             broker = kind(dsn=dsn, max_connections=fleet.max_connections)
             if listing.brokers.setdefault(full, broker) is not broker:
                 raise ConfigurationError("its name is listed twice")  # noqa: TRY301
@@ -284,6 +288,8 @@ def missing(known: Iterable[Member], listed: Collection[str]) -> list[Member]:
     ]
 
 
+NONE: Mapping[str, Broker] = MappingProxyType({})
+
 REFRESH_SECONDS = 60.0
 """Interval at which fleets list their brokers."""
 AGAIN_SECONDS = 5.0
@@ -294,10 +300,12 @@ FIRST_SECONDS = 1.5
 log = Log("saf.places")
 
 
-def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
+def chosen(
+    settings: Settings, name: str | None, *, named_by: str = "--broker"
+) -> Mapping[str, Broker] | Listing:
     """Return the brokers that a command concerns, including those of fleets.
 
-    A destination is included only if it is named.
+    A destination is included only if it is named. ``named_by`` says in errors who names it.
 
     Raises:
         ConfigurationError: no broker has this name.
@@ -305,32 +313,40 @@ def chosen(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listi
     """
     if name is None:
         found = ask_all(settings.fleets)
-        return Listing(brokers=dict(settings.brokers) | found.brokers, problems=found.problems)
+        sources = dict(settings.brokers) | found.brokers
+        others = [name for name in _joined(_stores(settings), sources) if name not in sources]
+        return Listing(brokers=sources, problems=found.problems, others=others)
     if not _of_fleet(settings, name):
-        return {name: _place(settings, name)}
+        return {name: _place(settings, name, named_by)}
     fleet = name.partition("/")[0]
     found = ask(fleet, settings.fleets[fleet])
     if name == fleet:
         return found
     if name not in found.brokers:
-        raise ConfigurationError(f"--broker {name}: not in the fleet {fleet!r}")
+        raise ConfigurationError(f"{named_by} {name}: not in the fleet {fleet!r}")
     return {name: found.brokers[name]}
 
 
 def everywhere(settings: Settings, name: str | None) -> Mapping[str, Broker] | Listing:
     """Return all sources and stores, or the named broker or fleet.
 
-    A broker that is both has the same name in both roles.
+    A database that is both appears once, by its name as a source; see `destinations_at`.
     """
     found = chosen(settings, name)
     if name is not None or not isinstance(found, Listing):
         return found
-    return Listing(brokers={**_stores(settings), **found.brokers}, problems=found.problems)
+    brokers = _joined(_stores(settings), found.brokers)
+    return Listing(brokers=brokers, problems=found.problems)
 
 
 def stores(settings: Settings, name: str | None) -> Mapping[str, Broker]:
     """Return the brokers where services live: destinations that are brokers, or the named one."""
-    return _stores(settings) if name is None else {name: _place(settings, name)}
+    return _joined(_stores(settings)) if name is None else {name: _place(settings, name)}
+
+
+def destinations_at(settings: Settings, broker: Broker) -> list[str]:
+    """Return the names under which a broker is a destination."""
+    return [name for name, item in _stores(settings).items() if item.dsn.place == broker.dsn.place]
 
 
 def store(settings: Settings, name: str | None) -> Mapping[str, Broker]:
@@ -366,17 +382,35 @@ def _stores(settings: Settings) -> dict[str, Broker]:
     }
 
 
-def _place(settings: Settings, name: str) -> Broker:
+def _joined(
+    stores: Mapping[str, Broker], sources: Mapping[str, Broker] = NONE
+) -> dict[str, Broker]:
+    """Return stores and sources; a store whose database has another name here is left out.
+
+    >>> at = {name: Broker(dsn=Dsn(f"dbname={name}")) for name in ("shop", "mom")}
+    >>> [*_joined({"a": at["mom"], "b": at["shop"], "c": at["mom"]}, {"shop": at["shop"]})]
+    ['a', 'shop']
+    """
+    seen = {broker.dsn.place for broker in sources.values()}
+    others: dict[str, Broker] = {}
+    for name, broker in stores.items():
+        if name not in sources and broker.dsn.place not in seen:
+            seen.add(broker.dsn.place)
+            others[name] = broker
+    return {**others, **sources}
+
+
+def _place(settings: Settings, name: str, named_by: str = "--broker") -> Broker:
     places = {**_stores(settings), **settings.brokers}
     if name not in places and name in settings.destinations:
         kind = settings.destinations[name].kind
         raise ConfigurationError(
-            f"--broker {name}: the destination {name!r} of kind {kind!r} is not a broker"
+            f"{named_by} {name}: the destination {name!r} of kind {kind!r} is not a broker"
         )
     if name not in places:
         raise ConfigurationError(
-            f"--broker {name}: no [brokers.{name}] in saf.toml{did_you_mean(name, places)}, only "
-            f"{', '.join(places)}"
+            f"{named_by} {name}: no [brokers.{name}] and no [destinations.{name}] in saf.toml"
+            f"{did_you_mean(name, places)}, only {', '.join(places)}"
         )
     return places[name]
 
@@ -403,10 +437,9 @@ class Places:
         self._first_seconds = first_seconds
         self._began: float | None = None
         self._named = name is not None
+        self._stores = _stores(settings) if name is None else {}
         if name is None:
-            self._known: dict[str, Mapping[str, Broker]] = {
-                "": {**_stores(settings), **settings.brokers}
-            }
+            self._known: dict[str, Mapping[str, Broker]] = {"": settings.brokers}
             fleets = [*settings.fleets]
         elif _of_fleet(settings, name):
             self._known, fleets = {}, [name]
@@ -427,7 +460,8 @@ class Places:
             if self._named and name not in self._known and asked.error is not None:
                 raise asked.error
         with self._lock:
-            return {name: one for part in self._known.values() for name, one in part.items()}
+            known = {name: one for part in self._known.values() for name, one in part.items()}
+        return _joined(self._stores, known)
 
     def _left(self) -> float | None:
         """Return the remaining time to wait for fleets that have never answered."""

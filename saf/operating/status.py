@@ -3,10 +3,10 @@
 `identity` returns the broker_id, which routes may name, and where the broker is: its database, and
 the versions of its schema and server. `broker_status` returns the state of its outbox in one
 snapshot: each shard with its pending messages, the forwarders that work on them, the lanes that
-wait, dead letters, dropped messages, and the streams of its logs. `memberships` returns the members
-of each subscription, the shards that they own, and its backlog. Forwarders, processors and
-dispatchers are members: they own shards for the term of a lease. Workers are not. They lock the
-shards of a delivery, and own nothing between two deliveries.
+wait, held messages, dead letters, dropped messages, and the streams of its logs. `memberships`
+returns the members of each subscription, the shards that they own, and its backlog. Forwarders,
+processors and dispatchers are members: they own shards for the term of a lease. Workers are not.
+They lock the shards of a delivery, and own nothing between two deliveries.
 
 All only read. If the cursors do not show which messages are pending, `broker_status` raises an
 error instead of returning wrong numbers. A role may lack the right to read a log: a forwarder, for
@@ -34,6 +34,9 @@ from saf.errors import RowsGone, ranges
 from saf.log.backlog import LOOK, Backlog, backlogs
 from saf.log.read import left
 from saf.log.ring import AGE_COLUMN
+from saf.operating.held import HeldCounts, counts
+from saf.operating.wording import paused
+from saf.receiving.inbox import Receivers
 from saf.setaside.dropped import Dropped, dropped
 from saf.setaside.waiting import Parked, Waiting, parked
 
@@ -175,6 +178,8 @@ class BrokerStatus:
     dropped: tuple[Dropped, ...] = ()
     """Numbers of dropped messages, by subscription and reason."""
     streams: tuple[StreamStatus, ...] = ()
+    held: HeldCounts | None = None
+    """Numbers of held messages."""
 
     @property
     def pending(self) -> int:
@@ -202,6 +207,7 @@ class BrokerStatus:
         return {
             "pending": self.pending,
             "oldest_pending_seconds": self.oldest_pending_seconds,
+            "held": self.held and self.held.as_dict(),
             "parked": self.parked,
             "lanes": [lane.as_dict() for lane in self.lanes],
             "lanes_waiting": self.waiting.lanes,
@@ -251,6 +257,7 @@ def broker_status(connection: psycopg.Connection[Any], limit: int | None = None)
         waiting = parked(connection, limit)
         ((dead_letters,),) = fetch(connection, DEAD)
         counted = dropped(connection)
+        held = counts(connection)
     return BrokerStatus(
         shards=tuple(shards),
         members=tuple(members),
@@ -258,6 +265,7 @@ def broker_status(connection: psycopg.Connection[Any], limit: int | None = None)
         dead_letters=dead_letters,
         dropped=tuple(counted),
         streams=tuple(streams),
+        held=held,
     )
 
 
@@ -277,6 +285,10 @@ MEMBERS_OF_ALL = """
 SELECT subscription_id, name, joined_at, stopping,
        extract(epoch FROM lease_until - now())::float AS lease_seconds
 FROM saf.member ORDER BY name, member_id
+"""
+PAUSES = """
+SELECT subscription_id, paused_at, paused_by, paused_why
+FROM saf.subscription WHERE paused_at IS NOT NULL
 """
 NOW = "SELECT clock_timestamp()"
 
@@ -302,6 +314,10 @@ class Membership:
     backlog: Backlog
     members: tuple[MemberRow, ...]
     now: datetime
+    paused: str = ""
+    """When an operator paused the subscription, who and why; empty if it is not paused."""
+    receivers: tuple[int, ...] = ()
+    """Pids of connected receivers, which are not members: see `saf.receiving.inbox.Receivers`."""
 
     @property
     def held(self) -> dict[str | None, list[int]]:
@@ -334,6 +350,8 @@ class Membership:
                 for item in self.members
             ],
             "unowned_shards": ranges(held.get(None, [])),
+            "receivers": list(self.receivers),
+            "paused": self.paused or None,
         }
         if shards:
             result["shards"] = [
@@ -366,6 +384,8 @@ def memberships(connection: psycopg.Connection[Any], *, look: int = LOOK) -> lis
     found = backlogs(connection, look=look)
     with psycopg.Cursor(connection, row_factory=class_row(MemberRow)) as cursor:
         members = cursor.execute(MEMBERS_OF_ALL).fetchall()
+    receivers = Receivers(connection)
+    pauses = {number: paused(*pause) for number, *pause in fetch(connection, PAUSES)}
     ((now,),) = fetch(connection, NOW)
     return [
         Membership(
@@ -374,6 +394,8 @@ def memberships(connection: psycopg.Connection[Any], *, look: int = LOOK) -> lis
                 m for m in members if m.subscription_id == backlog.shards[0].subscription_id
             ),
             now=now,
+            paused=pauses.get(backlog.shards[0].subscription_id, ""),
+            receivers=tuple(receivers.of(backlog.subscription) if backlog.log == "inbox" else ()),
         )
         for backlog in found
     ]

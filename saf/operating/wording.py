@@ -38,20 +38,31 @@ def first_of(names: Iterable[str], more: int = 0) -> str:
     return f"({', '.join([*different[:NAMED], *others])})"
 
 
-def none_at(things: str, places: Collection[str], *, matching: bool = False) -> str:
-    """Say that nothing was found, and where.
+def none_at(
+    things: str, places: Collection[str], *, matching: bool = False, others: Collection[str] = ()
+) -> str:
+    """Say that nothing was found, and where; ``others`` are stores that were not asked.
 
     >>> none_at("dead letters", ["shop"]), none_at("dead letters", ["shop", "mom"], matching=True)
     ('No dead letters at shop.', 'No matching dead letters at shop, mom.')
     >>> none_at("routes", range(600)), none_at("routes", [])
     ('No routes at 600 brokers.', 'No routes: no broker was asked.')
+    >>> none_at("routes", ["shop"], others=["mom"])
+    'No routes at shop. Stores are asked only with --broker: mom.'
     """
     what = f"No {'matching ' * matching}{things}"
-    if not places:
-        return f"{what}: no broker was asked."
-    if len(places) > MOST_PLACES:
-        return f"{what} at {len(places):,} brokers."
-    return f"{what} at {', '.join(places)}."
+    where = f" at {named(places)}" if places else ": no broker was asked"
+    how = f" Stores are asked only with --broker: {named(others)}." if others else ""
+    return f"{what}{where}.{how}"
+
+
+def named(brokers: Collection[str]) -> str:
+    """Return the names of brokers, or how many they are.
+
+    >>> named(["shop", "mom"]), named(range(600))
+    ('shop, mom', '600 brokers')
+    """
+    return ", ".join(brokers) if len(brokers) <= MOST_PLACES else f"{len(brokers):,} brokers"
 
 
 MOST_PLACES = 8
@@ -67,6 +78,20 @@ def at(moment: datetime) -> str:
     '2026-01-31T12:00:07+00:00'
     """
     return moment.astimezone().isoformat(sep=" ", timespec="seconds")
+
+
+def paused(since: datetime | None, by: str | None, why: str | None) -> str:
+    """Say when something was paused, by whom and why; return nothing if it is not paused.
+
+    >>> from datetime import timezone
+    >>> paused(datetime(2026, 1, 31, tzinfo=timezone.utc), "eve", "ledger closed")[:17]
+    'paused by eve at '
+    >>> paused(None, None, None)
+    ''
+    """
+    if since is None:
+        return ""
+    return f"paused by {by} at {at(since)}" + f": {why}" * bool(why)
 
 
 def age(seconds: float | None) -> str:

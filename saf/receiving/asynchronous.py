@@ -52,6 +52,7 @@ from psycopg.pq import TransactionStatus
 
 from saf.database import Dsn, pinned
 from saf.errors import UsageError
+from saf.receiving.chosen import Which
 from saf.receiving.delivery import Delivery
 from saf.receiving.link import Link, as_it_was
 from saf.receiving.receive import one_delivery
@@ -62,6 +63,9 @@ from saf.telemetry import tracing
 from saf.transaction import of_django
 
 if TYPE_CHECKING:
+    from uuid import UUID
+
+    from saf.dialogs.dialog import Dialog
     from saf.receiving.link import AsyncEngine, Engine
 
 T = TypeVar("T")
@@ -78,6 +82,8 @@ async def areceive(
     require_signed: bool = False,
     keys: Mapping[str, Key] | None = None,
     signer: Signer | None = None,
+    conversation: Dialog | UUID | None = None,
+    group: Dialog | UUID | None = None,
 ) -> AsyncIterator[Delivery[Any]]:
     """Receive messages of a subscription under asyncio, in order and exactly once.
 
@@ -92,12 +98,14 @@ async def areceive(
         require_signed: hand out only messages that are signed with one of the ``keys``.
         keys: the keys that senders sign with; as for `saf.receive`.
         signer: signs what the receiver sends on the messages' dialogs.
+        conversation: receive only the messages of this dialog's end; as for `saf.receive`.
+        group: receive only the messages of the dialogs in this dialog's group.
 
     Raises:
-        ConfigurationError, UsageError, SchemaMissing, SchemaMismatch, Restored, Unavailable: as
-            `saf.receive`.
+        ConfigurationError, UsageError, DialogNotFound, SchemaMissing, SchemaMismatch, Restored,
+        Unavailable: as `saf.receive`.
     """
-    trust = Trust.of(keys, required=require_signed)
+    trust, which = Trust.of(keys, required=require_signed), Which.of(conversation, group)
     stopping = Event()
     with ThreadPoolExecutor(1, "saf areceive") as thread:
 
@@ -114,7 +122,7 @@ async def areceive(
             return future.result(), cancelled
 
         receiving = one_delivery(
-            aconnected(engine, EventLoop(asyncio.get_running_loop())),
+            aconnected(engine, EventLoop(asyncio.get_running_loop()), subscription),
             subscription,
             max_messages=max_messages,
             wait_seconds=wait_seconds,
@@ -122,6 +130,7 @@ async def areceive(
             trust=trust,
             signer=signer,
             stopping=stopping,
+            which=which,
         )
         delivery, cancelled = await step(receiving.__enter__)
         if cancelled is not None:
@@ -141,8 +150,10 @@ async def areceive(
 
 
 @contextmanager
-def aconnected(engine: Engine | AsyncEngine, loop: EventLoop) -> Iterator[Link]:
-    """Open a connection to receive on. Call it outside the loop's thread.
+def aconnected(
+    engine: Engine | AsyncEngine, loop: EventLoop, subscription: str = ""
+) -> Iterator[Link]:
+    """Open a connection to receive on, like `connected`. Call it outside the loop's thread.
 
     Raises:
         UsageError: ``engine`` does not provide an asyncio connection.
@@ -150,7 +161,7 @@ def aconnected(engine: Engine | AsyncEngine, loop: EventLoop) -> Iterator[Link]:
     """
     if isinstance(engine, (str, Dsn)):
         dsn = Dsn(engine) if isinstance(engine, str) else engine
-        with dsn.connect(role="receive", autocommit=True) as raw:
+        with dsn.connect(role="receive", autocommit=True, subject=subscription) as raw:
             yield Link(
                 connection=AsyncConnection(raw),
                 raw=raw,

@@ -26,7 +26,7 @@ handed out more carefully (``allowance``; see `saf.receiving.retries`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,13 +36,17 @@ from psycopg.rows import tuple_row
 from saf.database import fetch
 from saf.errors import UsageError
 from saf.log.read import BEYOND
-from saf.log.shards import NEWEST, THIS_ROW, failed, newest
+from saf.log.shards import MAX_SHARDS, NEWEST, THIS_ROW, failed, newest
+from saf.receiving.ahead import progress, remember
 from saf.receiving.hand import NO_IDS, Hand, Reader, Shard, without
 from saf.receiving.reading import IN_HAND, find_cuts
 from saf.setaside.lane import Kind
 
 ALL_CLEAR = 256
 """From this allowance on, a shard that failed earlier is handed out like any other."""
+
+FEWEST = 1024
+"""Minimum number of messages in a batch that a fair receiver opens in a deep backlog."""
 
 # Each statement must see everything committed before it, because the cursors' snapshots do. JIT is
 # off because the estimates for a ring's slots are rough, and compiling takes longer than running.
@@ -134,6 +138,23 @@ SELECT shard, bool_or(failed), count(*), max(turn) FROM (
 GROUP BY shard
 """
 
+# Of all services, because only the index is read
+COUNT = f"""
+SELECT count(*) FROM (
+    SELECT FROM {IN_HAND} AS c CROSS JOIN LATERAL (
+        SELECT FROM saf.inbox i
+        WHERE i.shard = c.shard AND i.txid >= pg_snapshot_xmax(c.done) LIMIT %(sight)s) AS one
+    LIMIT %(sight)s) AS messages
+"""
+CLAIM_THESE = f"""
+SELECT shard, {FAILED}, 0, 0.0 FROM (
+    SELECT f.shard, f.xmax AS touched
+    FROM {IN_HAND} AS c
+    JOIN saf.cursor f USING (subscription_id, shard, batch)
+    WHERE f.allowance IS NULL AND f.owner IS NOT DISTINCT FROM %(owner)s
+    FOR UPDATE OF f SKIP LOCKED
+) AS c
+"""
 CLAIM_SHARD = f"""
 SELECT shard, {FAILED}, 0, 0.0 FROM (
     SELECT f.shard, f.xmax AS touched
@@ -187,6 +208,10 @@ FROM unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(done)s::pg_snapshot[],
 JOIN {newest("unnest(%(shard)s::smallint[])")} AS n USING (shard)
 WHERE {THIS_ROW} AND pg_current_xact_id() = %(transaction)s::xid8
 """
+
+# A delivery ahead of the position may leave the position as it is. The epoch shows readers that
+# have prefetched messages that some of these are complete.
+MOVE_AHEAD = MOVE_CURSORS.replace("saf.cursor c SET", "saf.cursor c SET epoch = c.epoch + 1,")
 
 TRANSACTION = "SELECT pg_current_xact_id_if_assigned()::text"
 
@@ -247,6 +272,68 @@ def claim_some(
     return _hand(connection, reader, fetch(connection, CLAIM_SOME, params), 0, batch)
 
 
+def claim_all(
+    connection: psycopg.Connection[Any], reader: Reader, limit: int, sight: int
+) -> Hand | None:
+    """Lock free shards as `claim` does; all that have messages, if there are ``limit`` or more.
+
+    In that case the hand is ``full``. If the shards have more than ``sight`` messages in total,
+    batches of deep backlogs are opened with about that many.
+    """
+    params = {
+        "subscription_id": reader.subscription_id,
+        "owner": reader.owner,
+        "service": reader.service,
+        "only": None,
+        "shards": MAX_SHARDS,
+    }
+    locked = fetch(connection, CLAIM, params | {"limit": limit})
+    if sum(messages for _, _, messages, _ in locked) < limit:
+        return _hand(connection, reader, locked, limit)
+    # only the first lock on a row sees the trace of a failed delivery
+    failed = {shard for shard, has_failed, *_ in locked if has_failed}
+    locked = fetch(connection, CLAIM_SOME, params)
+    of_these = {**params, "shards": [shard for shard, *_ in locked], "sight": sight}
+    ((messages,),) = fetch(connection, COUNT, of_these)
+    batch = sight if messages < sight else max(FEWEST, sight // len(locked))
+    locked = [(shard, now or shard in failed, *rest) for shard, now, *rest in locked]
+    hand = _hand(connection, reader, locked, 0, batch)
+    if hand is not None:
+        hand.full = True
+    return hand
+
+
+def claim_these(
+    connection: psycopg.Connection[Any],
+    reader: Reader,
+    shards: Collection[int],
+    query: str,
+    params: Mapping[str, Any],
+) -> tuple[Hand | None, list[tuple[Any, ...]]]:
+    """Lock the free ones among the shards, except those that failed; None if none is free.
+
+    Return also the rows of a query that runs in the same round trip, after the locks. A batch is
+    opened in hand for a shard without one, but not for that query.
+    """
+    params = {
+        **params,
+        "subscription_id": reader.subscription_id,
+        "owner": reader.owner,
+        "shards": sorted(shards),
+    }
+    with connection.pipeline():
+        locking, asking, reading = (
+            psycopg.Cursor(connection, row_factory=tuple_row) for _ in range(3)
+        )
+        locking.execute(CLAIM_THESE, params)
+        asking.execute(LOCKED, params)
+        reading.execute(query, params, binary=True)
+    locked = locking.fetchall()
+    rows = reading.fetchall()
+    hand = _hand(connection, reader, locked, 1, state=asking.fetchall())
+    return hand, rows
+
+
 def claim_shard(
     connection: psycopg.Connection[Any], reader: Reader, shard: int, limit: int
 ) -> Hand | None:
@@ -265,14 +352,15 @@ def _hand(
     locked: list[tuple[Any, ...]],
     limit: int,
     batch: int = 0,
+    *,
+    state: list[tuple[Any, ...]] | None = None,
 ) -> Hand | None:
+    """Return the locked shards; ``state`` are the rows of `LOCKED`, if they were read already."""
     if not locked:
         return None
-    params = {
-        "subscription_id": reader.subscription_id,
-        "shards": [shard for shard, *_ in locked],
-    }
-    rows = fetch(connection, LOCKED, params)
+    numbers = {shard for shard, *_ in locked}
+    params = {"subscription_id": reader.subscription_id, "shards": [*numbers]}
+    rows = fetch(connection, LOCKED, params) if state is None else state
     now, transaction, waiting, late, crowded, *_ = rows[0]
     # PostgreSQL counts the transaction that asks as complete, but the block may still write
     # messages
@@ -280,6 +368,7 @@ def _hand(
     shards = {
         cursor[0]: Shard(**dict(zip((*FIELDS, "epoch", "beyond"), cursor, strict=True)))
         for _, _, _, _, _, *cursor in rows
+        if cursor[0] in numbers
     }
     closed = [shard for shard in shards.values() if shard.open is None]
     deep = _deep(locked, limit)
@@ -295,6 +384,8 @@ def _hand(
         waiting=frozenset(waiting),
         late=late,
         crowded=frozenset(crowded),
+        now=now,
+        opened=frozenset(shard.shard for shard in closed),
     )
 
 
@@ -337,11 +428,16 @@ def move(connection: psycopg.Connection[Any], hand: Hand, own: str = "") -> None
             name: [getattr(shard, name) for shard in shards] for name in FIELDS
         }
         columns["cuts"] = [f"{{{','.join(cuts)}}}" for cuts in columns["cuts"]]
+        ahead = any(shard.ahead for shard in shards)
+        if ahead:
+            columns["position"] = [progress(shard).position for shard in shards]
         columns["subscription_id"] = hand.reader.subscription_id
         columns["transaction"] = hand.transaction
         with _after(own, connection) as cursor:
-            cursor.execute(MOVE_CURSORS, columns)
+            cursor.execute(MOVE_AHEAD if ahead else MOVE_CURSORS, columns)
         all_moved = cursor.rowcount == len(shards)
+        if ahead and all_moved:
+            remember(connection, hand.reader, shards)
     if not all_moved:
         raise UsageError(
             "the transaction of this delivery was committed or rolled back inside of its block: "

@@ -124,6 +124,11 @@ class Delivery(Sequence[Received], Generic[C]):
                 else:
                     yield message
 
+    @property
+    def raw(self) -> psycopg.Connection[Any]:
+        """The psycopg connection below ``connection``, for statements of saf."""
+        return self._raw
+
     def until(self, stopping: Event) -> None:
         """Yield no further message once the event is set; put back those that were not yielded."""
         self._stopping = stopping

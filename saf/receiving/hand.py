@@ -5,7 +5,7 @@ A hand holds no connection. `saf.receiving.claim` locks and writes, `saf.receivi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 from uuid import UUID
@@ -71,7 +71,7 @@ class Cursor:
     open: str | None = None
     position: int = 0
     beyond: str = NO_IDS
-    """Ids beyond the position that a dispatcher had completed when the cursor was read."""
+    """Ids beyond the position that were complete when the cursor was read."""
 
 
 @dataclass(kw_only=True)
@@ -83,8 +83,14 @@ class Shard(Cursor):
     """The snapshot for which ``cuts`` were found."""
     cuts: list[str] = field(default_factory=list)
     """Transaction ids at which the next batches may end, in order."""
-    closed: tuple[int, str, str, str | None, list[str]] | None = None
+    closed: tuple[int, str, str, str | None, list[str], int] | None = None
     """The batch closed last, with the state that `reopen` restores."""
+    ahead: bool = False
+    """True if messages were taken ahead of the position; see `saf.receiving.ahead`."""
+    taken: Sequence[int] = ()
+    """Ids of these messages."""
+    left: Sequence[int] | None = None
+    """Ids of the batch that stay incomplete, ascending: all up to the last one. None: unknown."""
 
     @property
     def place(self) -> Place:
@@ -102,18 +108,34 @@ class Shard(Cursor):
     def close(self) -> None:
         """Close the batch, which is complete."""
         assert self.open is not None  # noqa: S101 - only an open batch is closed
-        self.closed = self.batch, self.done, self.open, self.until, [*self.cuts]
+        self.closed = self.batch, self.done, self.open, self.until, [*self.cuts], self.position
         self.done, self.open, self.position, self.beyond = self.open, None, 0, NO_IDS
         if self.until is not None and self.cuts:
             self.open_at(self.until)
         else:
             self.until = None
 
+    def extend(self, snapshot: str, first: int | None, position: int, beyond: str) -> None:
+        """Open a batch of the rest of this one, and of later messages up to a snapshot.
+
+        ``first`` is the first transaction with an incomplete message; None: the batch begins where
+        it began. ``position`` and ``beyond`` show the complete messages.
+        """
+        if first is not None:
+            self.done = cut(snapshot, first)
+        self.batch += 1
+        self.open, self.until, self.cuts = snapshot, None, []
+        self.position, self.beyond = position, beyond
+
     def reopen(self, position: int) -> None:
         """Go back in the batch that was read: only messages up to the position are complete."""
         if self.closed is not None:
-            self.batch, self.done, self.open, self.until, self.cuts = self.closed
-        self.position = position
+            self.batch, self.done, self.open, self.until, self.cuts, self.position = self.closed
+            self.closed = None
+        if self.ahead:
+            self.taken, self.left = [id_ for id_ in self.taken if id_ <= position], None
+        else:
+            self.position = position
 
 
 @dataclass(kw_only=True)
@@ -134,6 +156,12 @@ class Hand:
     """Shards with delayed messages that are due."""
     crowded: frozenset[int] = frozenset()
     """Shards in which keys or delayed messages wait."""
+    now: str = ""
+    """The snapshot at which batches are opened."""
+    opened: frozenset[int] = frozenset()
+    """Shards whose batch was opened when they were locked."""
+    full: bool = False
+    """True if the shards have more messages than one delivery."""
     written: dict[int, int] = field(default_factory=dict)
     """Positions already written, by shard."""
     messages: list[Received] = field(default_factory=list)

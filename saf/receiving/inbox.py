@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -12,19 +12,10 @@ from psycopg.rows import class_row
 
 from saf.broker import services
 from saf.broker.health import refuse
-from saf.log.read import BEYOND, left
+from saf.database import application_name, fetch
+from saf.log.read import UNREAD
 from saf.received import Received
 from saf.setaside.dead import SHOWN
-
-# Each shard's incomplete rows, found by the index; as in saf.status for the outbox. Messages that a
-# dispatcher has completed beyond the position belong to the open batch.
-UNREAD = f"""
-saf.cursor c {BEYOND}
-CROSS JOIN LATERAL ({left("saf.inbox")}) AS since
-WHERE c.subscription_id = s.subscription_id
-  AND NOT coalesce(since.id <@ d.ids AND pg_visible_in_snapshot(since.txid, c.open), false)
-  AND (s.service IS NULL OR since.to_service = s.service)
-"""
 
 STATUS = f"""
 SELECT s.name AS subscription, s.service, unread.messages AS unread, unread.oldest,
@@ -69,6 +60,28 @@ ON CONFLICT DO NOTHING
 """
 
 
+RECEIVERS = """
+SELECT application_name, array_agg(pid ORDER BY pid) FROM pg_stat_activity
+WHERE datname = current_database() AND starts_with(application_name, %(prefix)s) GROUP BY 1
+"""
+
+
+class Receivers:
+    """The receivers that are connected to a database now.
+
+    They are known by the names of sessions that saf opens for a dsn. Sessions of an application's
+    own engine or pool are not known, nor those of a dsn that sets application_name.
+    """
+
+    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+        prefix = f"{application_name('receive')} "
+        self._pids = dict(fetch(connection, RECEIVERS, {"prefix": prefix}))
+
+    def of(self, subscription: str) -> list[int]:
+        """Return the pids of a subscription's receivers."""
+        return list(self._pids.get(application_name("receive", subscription), ()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SubscriptionStatus:
     """Backlog of one subscription of the inbox."""
@@ -83,6 +96,8 @@ class SubscriptionStatus:
     parked: int
     keys_waiting: int
     dead_letters: int
+    receivers: int = 0
+    """Connected receivers, as `Receivers` knows them."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the status as a dict for JSON."""
@@ -124,7 +139,9 @@ def inbox_status(connection: psycopg.Connection[Any]) -> list[SubscriptionStatus
     """
     refuse(connection)
     with psycopg.Cursor(connection, row_factory=class_row(SubscriptionStatus)) as cursor:
-        return cursor.execute(STATUS).fetchall()
+        found = cursor.execute(STATUS).fetchall()
+    receivers = Receivers(connection)
+    return [replace(row, receivers=len(receivers.of(row.subscription))) for row in found]
 
 
 def peek(connection: psycopg.Connection[Any], subscription: str, limit: int = 20) -> list[Peeked]:

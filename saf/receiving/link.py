@@ -52,7 +52,7 @@ import psycopg
 from psycopg import IsolationLevel, sql
 from psycopg.pq import TransactionStatus
 
-from saf.database import Dsn, fetch
+from saf.database import Dsn, fetch, reason_of
 from saf.database.bounds import Bounds, answer_within
 from saf.database.dsn import refuse_pooler
 from saf.errors import ConfigurationError, Unavailable, UsageError
@@ -169,7 +169,7 @@ class Link:
             with answer_within(seconds, self._cancel) as waiting:
                 yield
         except psycopg.errors.LockNotAvailable as error:
-            reason = str(error).splitlines()[0]
+            reason = reason_of(error)
             raise Unavailable(database, reason, hangs=True) from error
         except psycopg.errors.QueryCanceled as error:
             if not (waiting and waiting.given_up):
@@ -207,8 +207,8 @@ def restoring(connection: psycopg.Connection[Any], *, pooled: bool) -> str:
 
 
 @contextmanager
-def connected(engine: Engine | AsyncEngine) -> Iterator[Link]:
-    """Open a connection to receive on.
+def connected(engine: Engine | AsyncEngine, subscription: str = "") -> Iterator[Link]:
+    """Open a connection to receive on; if saf opens it, its name contains the subscription.
 
     Raises:
         UsageError: ``engine`` does not provide a connection.
@@ -216,7 +216,7 @@ def connected(engine: Engine | AsyncEngine) -> Iterator[Link]:
     """
     if isinstance(engine, (str, Dsn)):
         dsn = Dsn(engine) if isinstance(engine, str) else engine
-        with dsn.connect(role="receive", autocommit=True) as raw:
+        with dsn.connect(role="receive", autocommit=True, subject=subscription) as raw:
             yield Link(
                 connection=raw, raw=raw, begin=raw.transaction, lock_seconds=dsn.bounds.lock_seconds
             )

@@ -11,10 +11,11 @@ A message whose type has no handler waits in the lane of its key until a worker 
 ``unhandled="dead"`` the message becomes a dead letter.
 
 A loop that finds no messages polls less and less often, until it waits
-`saf.receiving.receive.LONGEST_PAUSE_SECONDS` between polls; or it listens for notifications
-(`saf.receiving.link`). After `stop`, SIGTERM or SIGINT, each thread finishes the message in hand,
-commits its work and puts the rest back; `saf.receiving.stopping` describes what happens if that
-takes too long. While a database does not answer, the loop keeps trying without a time limit.
+`saf.receiving.receive.LONGEST_PAUSE_SECONDS` between polls; its idle threads take turns. Or it
+listens for notifications (`saf.receiving.link`). After `stop`, SIGTERM or SIGINT, each thread
+finishes the message in hand, commits its work and puts the rest back; `saf.receiving.stopping`
+describes what happens if that takes too long. While a database does not answer, the loop keeps
+trying without a time limit.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -32,15 +32,17 @@ import psycopg
 
 from saf.errors import Refused, SafError, Unexpected, UsageError
 from saf.failpoints import fail_point
+from saf.log.pauses import Turn
 from saf.received import Received
 from saf.receiving.arrival import hook
 from saf.receiving.delivery import Delivery
 from saf.receiving.failures import exception, failure
+from saf.receiving.growth import Idle
 from saf.receiving.handlers import no_handler
 from saf.receiving.link import Link, connected
 from saf.receiving.receive import Receiver
 from saf.receiving.retries import Policy
-from saf.receiving.savepoints import Piece, Savepoints
+from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS, Stopping
 from saf.receiving.summary import SetAside, Summary
 from saf.signing.verifier import Trust
@@ -102,6 +104,9 @@ class Loop(ABC):
         """The results of this worker so far."""
         self.beat: Callable[[bool], object] = lambda _: None
         """Called by each thread after each search, with whether it has found messages."""
+        self.idle = Idle()
+        """Measures how long this worker's threads are idle."""
+        self._turn = Turn(threads)
         self._begun = threading.Event()
         """Set once a thread receives."""
         self._stopping = Stopping(stop_timeout)
@@ -138,6 +143,7 @@ class Loop(ABC):
             Unavailable: a drain's database does not answer.
         """
         self._check()
+        self._turn = Turn(self.threads)
         with self._equipped():
             # daemon threads, because a second signal must end the process immediately, whatever
             # they do
@@ -173,6 +179,7 @@ class Loop(ABC):
             ):
                 while not self._stopping.told.is_set():
                     if not (delivery := self._deliver(receiver, wait_seconds=0)):
+                        self.summary.held_up = receiver.held_up
                         return
                     yield delivery
         finally:
@@ -204,7 +211,11 @@ class Loop(ABC):
         stopping = self._stopping.told
         while not stopping.is_set():
             try:
-                with self._connected() as link, self._receiving(link) as receiver:
+                with ExitStack() as stack:
+                    with self.idle.period():
+                        link = stack.enter_context(self._connected())
+                        receiver = stack.enter_context(self._receiving(link))
+                    receiver.idle = self.idle.period
                     self._begun.set()
                     while not stopping.is_set():
                         self.beat(bool(self._deliver(receiver, wait_seconds=WAIT_SECONDS)))
@@ -218,7 +229,8 @@ class Loop(ABC):
                 if isinstance(error, (SafError, psycopg.Error)):
                     del fields["stack"]
                 log.warning("delivery_failed", subscription=self.subscription, **fields)
-                stopping.wait(RECONNECT_SECONDS)
+                with self.idle.period():
+                    stopping.wait(RECONNECT_SECONDS)
 
     def _drain(self) -> None:
         """Run the only thread of a drain."""
@@ -235,7 +247,7 @@ class Loop(ABC):
         return nullcontext()
 
     def _connected(self) -> AbstractContextManager[Link]:
-        return connected(self.engine)
+        return connected(self.engine, self.subscription)
 
     @contextmanager
     def _receiving(self, link: Link) -> Iterator[Receiver]:
@@ -247,6 +259,7 @@ class Loop(ABC):
             listen=self.listen,
             trust=self.trust,
             signer=self.signer,
+            turn=None if self.listen else self._turn,  # a notification wakes each by itself
         )
         receiver.reader = replace(receiver.reader, types=self._taken())
         try:
@@ -330,21 +343,7 @@ class Loop(ABC):
         The call may be repeated because another call failed: see `saf.receiving.savepoints`.
         """
         self._stopping.in_hand[threading.get_ident()] = [message]
-        return work.do(self._piece(delivery, work, message, call))
-
-    def _piece(
-        self,
-        delivery: Delivery[Any],
-        work: Savepoints,
-        message: Received,
-        call: Callable[[], object],
-    ) -> Piece:
-        return Piece(
-            do=call,
-            failed=partial(self._set_aside, delivery, work.raw, message),
-            undone=partial(self._undone, message),
-            may_go_on=lambda: not delivery.is_behind(message),
-        )
+        return work.do(Handling(self, delivery, work.raw, message, call))
 
     def _set_aside(
         self,
@@ -372,3 +371,26 @@ class Loop(ABC):
     def _undone(self, message: Received) -> None:
         """Note that a message's work is undone; the message is handled again, or set aside."""
         del message  # a plain loop keeps no state per message
+
+
+@dataclass(slots=True, eq=False)
+class Handling:
+    """A message's piece of work. There may be thousands, so it is one object and no closures."""
+
+    loop: Loop
+    delivery: Delivery[Any]
+    raw: psycopg.Connection[Any]
+    message: Received
+    do: Callable[[], object]
+
+    def failed(self, error: Exception) -> None:
+        """Set the message aside."""
+        self.loop._set_aside(self.delivery, self.raw, self.message, error)
+
+    def undone(self) -> None:
+        """Forget what the message's handler has done."""
+        self.loop._undone(self.message)
+
+    def may_go_on(self) -> bool:
+        """Return False if the message waits behind another one of its key."""
+        return not self.delivery.is_behind(self.message)

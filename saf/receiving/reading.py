@@ -132,7 +132,7 @@ FIND_CUTS = f"""
 SELECT shard, array_agg(txid::text ORDER BY txid) FROM (
     SELECT shard, min(txid) AS txid FROM (
         SELECT c.shard, txid, max(max(id)) OVER before < min(min(id)) OVER after AS clean,
-               sum(count(*)) OVER before / %(rows)s AS part
+               (sum(count(*)) OVER before)::bigint / %(rows)s AS part
         FROM (SELECT *, %(now)s::pg_snapshot AS now FROM {IN_HAND} AS c
               WHERE EXISTS (
                   SELECT FROM saf.inbox i
@@ -150,6 +150,7 @@ SELECT shard, array_agg(txid::text ORDER BY txid) FROM (
 """
 
 
+# A sum of counts is a numeric: only as an integer, it is divided into parts of many transactions
 def find_cuts(
     connection: psycopg.Connection[Any],
     reader: Reader,

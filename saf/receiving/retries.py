@@ -27,7 +27,7 @@ does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +55,20 @@ if TYPE_CHECKING:
 MINE = f"ARRAY(SELECT c.shard FROM {NEWEST} AS c WHERE owner IS NOT DISTINCT FROM %(owner)s)"
 HANDLED = awaited(shards=MINE)
 
-# Only shards that this reader may claim
-TROUBLED = f"""
-SELECT EXISTS (SELECT FROM saf.backoff b
+# Only shards that this reader may claim; and what operators have decided about the subscription
+LOOK = f"""
+SELECT found.troubled, s.paused_at IS NOT NULL, s.rate, s.concurrency
+FROM (SELECT EXISTS (SELECT FROM saf.backoff b
                WHERE b.subscription_id = %(subscription_id)s AND b.next_attempt_at <= now()
                  AND b.shard = ANY ({MINE}))
     OR EXISTS (SELECT FROM {NEWEST} AS c
                WHERE allowance IS NOT NULL AND owner IS NOT DISTINCT FROM %(owner)s)
-    OR EXISTS ({HANDLED})
+    OR EXISTS ({HANDLED}) AS troubled) AS found
+LEFT JOIN saf.subscription s ON s.subscription_id = %(subscription_id)s
+"""
+PAUSED = """
+SELECT EXISTS (SELECT FROM saf.subscription
+               WHERE subscription_id = %(subscription_id)s AND paused_at IS NOT NULL)
 """
 
 # At random among the oldest, so that receivers seldom choose the same lane
@@ -111,6 +117,20 @@ ON CONFLICT (subscription_id, {THE_LANE}) DO UPDATE SET
     attempts = excluded.attempts, error = excluded.error,
     next_attempt_at = excluded.next_attempt_at,
     awaits_handler = excluded.awaits_handler, message_type = excluded.message_type
+"""
+
+# Meanwhile the message may have ended, or its lane may wait for another reason
+COUNT_FAILED = f"""
+UPDATE saf.backoff b SET attempts = f.attempts, error = f.error,
+       next_attempt_at = clock_timestamp() + make_interval(secs => f.wait)
+FROM unnest(%(lane)s::text[], %(id)s::bigint[], %(attempts)s::int[], %(error)s::text[],
+            %(wait)s::float[]) AS f (lane, id, attempts, error, wait)
+WHERE b.subscription_id = %(subscription_id)s AND b.destination = '' AND b.kind = '{Kind.KEY}'
+  AND b.subject = f.lane AND b.attempts < f.attempts AND NOT b.awaits_handler
+  AND f.id = (SELECT p.id FROM saf.parked p
+              WHERE p.subscription_id = %(subscription_id)s AND p.destination = ''
+                AND p.kind = '{Kind.KEY}' AND p.subject = f.lane
+              ORDER BY p.id LIMIT 1)
 """
 
 MOVE_TO_KEYS = """
@@ -213,10 +233,38 @@ class Waiting:
     """Message type whose handler the lane waits for."""
 
 
-def troubled(connection: psycopg.Connection[Any], reader: Reader) -> bool:
-    """Return whether there may be anything to try alone now."""
-    ((exists,),) = fetch(connection, TROUBLED, params_of(reader))
-    return bool(exists)
+@dataclass(frozen=True, kw_only=True)
+class FailedAttempt(Waiting):
+    """A failed attempt that was not counted when it failed, and the wait after it."""
+
+    id: int
+    """Id of the message in the inbox."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What a receiver must know before it takes messages."""
+
+    troubled: bool
+    """True if there may be anything to try alone now."""
+    paused: bool
+    """True if an operator has paused the subscription."""
+    rate: str | None
+    """Most messages in a time, e.g. 100/s; None: unlimited."""
+    concurrency: int | None
+    """Most deliveries at a time; None: unlimited."""
+
+
+def look(connection: psycopg.Connection[Any], reader: Reader) -> Look:
+    """Return what a receiver must know before it takes messages; one statement."""
+    ((troubled, paused, rate, concurrency),) = fetch(connection, LOOK, params_of(reader))
+    return Look(troubled=troubled, paused=paused, rate=rate, concurrency=concurrency)
+
+
+def paused(connection: psycopg.Connection[Any], reader: Reader) -> bool:
+    """Return whether an operator has paused the subscription."""
+    ((paused,),) = fetch(connection, PAUSED, {"subscription_id": reader.subscription_id})
+    return bool(paused)
 
 
 def choose(connection: psycopg.Connection[Any], reader: Reader) -> Suspect | None:
@@ -265,6 +313,17 @@ def wait(connection: psycopg.Connection[Any], reader: Reader, lanes: Mapping[str
             for column in fields(Waiting)
         }
         connection.execute(WAIT, columns | {"subscription_id": reader.subscription_id})
+
+
+def count_failed(
+    connection: psycopg.Connection[Any], reader: Reader, failed: Collection[FailedAttempt]
+) -> None:
+    """Count attempts at messages that still wait first in their lanes."""
+    columns: dict[str, Any] = {
+        name: [getattr(attempt, name) for attempt in failed]
+        for name in ("lane", "id", "attempts", "error", "wait")
+    }
+    connection.execute(COUNT_FAILED, columns | {"subscription_id": reader.subscription_id})
 
 
 def move(connection: psycopg.Connection[Any], parked: Sequence[tuple[int, Lane]]) -> None:

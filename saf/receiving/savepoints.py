@@ -12,8 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -27,17 +26,21 @@ UNDO = "ROLLBACK TO SAVEPOINT saf"
 RELEASE = "RELEASE SAVEPOINT saf"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
+class Piece(Protocol):
     """A piece of work that can be repeated."""
 
-    do: Callable[[], object]
-    failed: Callable[[Exception], None]
-    """Called after the piece has raised, and its work is undone."""
-    undone: Callable[[], None]
-    """Called after the piece's work was undone, because this piece or another one raised."""
-    may_go_on: Callable[[], bool]
-    """Called before the piece is repeated: False if a piece that it depends on has failed."""
+    @property
+    def do(self) -> Callable[[], object]:
+        """The work."""
+
+    def failed(self, error: Exception, /) -> None:
+        """Note that the piece has raised; its work is undone."""
+
+    def undone(self) -> None:
+        """Note that the piece's work was undone, because this piece or another one raised."""
+
+    def may_go_on(self) -> bool:
+        """Return False if the piece must not be repeated: one that it depends on has failed."""
 
 
 class State:

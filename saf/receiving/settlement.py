@@ -16,7 +16,7 @@ from saf.receiving import retries
 from saf.receiving.arrival import Arrival
 from saf.receiving.hand import Hand
 from saf.receiving.outcome import Dead, Dropped, Outcome, Parked, Untouched
-from saf.receiving.retries import Waiting
+from saf.receiving.retries import FailedAttempt, Waiting
 from saf.receiving.summary import SetAside
 from saf.setaside import backoff, dead, dropped, parking
 from saf.setaside.lane import NO_BROKER, Kind, Lane
@@ -29,6 +29,7 @@ def write(
     *,
     arrival: Arrival,
     waiting: Mapping[str, Waiting] | None = None,
+    counted: Collection[FailedAttempt] = (),
     succeeded: Collection[str] = (),
 ) -> None:
     """Write the outcomes of messages in hand. The caller moves the cursors.
@@ -41,8 +42,8 @@ def write(
     3.  The lanes of keys, sorted, as operators' decisions lock them.
     4.  The messages in lanes: copied, moved, and those deleted that are complete or dead.
     5.  Dead letters from the rows that were read.
-    6.  The due times of delayed messages, and the lanes whose attempts succeeded: both depend on
-        the messages that are left in lanes.
+    6.  The due times of delayed messages, the attempts that count now, and the lanes whose attempts
+        succeeded: they depend on the messages that are left in lanes.
     7.  Counts of dropped messages.
 
     The cursors were locked before any of this, so no other receiver writes for these shards. A
@@ -55,6 +56,7 @@ def write(
         outcomes: the outcome of each message.
         arrival: the messages' arrival at the ends of their dialogs.
         waiting: states of the lanes of keys that wait from now on.
+        counted: earlier attempts of lanes, which count from now on.
         succeeded: lanes of keys that were tried, and do not wait any longer.
     """
     reader = hand.reader
@@ -88,15 +90,17 @@ def write(
         dead.bury(raw, rows)
     delayed = {message.shard for message, lane in parked if lane.kind is Kind.LATER}
     retries.time_late(raw, reader, sorted(delayed.union(hand.late)))
+    if counted:
+        retries.count_failed(raw, reader, counted)
     if succeeded:
         lanes = [Lane(kind=Kind.KEY, subject=lane) for lane in succeeded]
         backoff.succeeded(raw, reader.subscription_id, lanes)
-    counted = [
+    to_count = [
         (message.shard, outcome.reason, message.message_id)
         for message, outcome in outcomes.items()
         if isinstance(outcome, Dropped)
     ]
-    dropped.count(raw, reader.subscription_id, counted)
+    dropped.count(raw, reader.subscription_id, to_count)
 
 
 def counted(outcomes: Mapping[Received, Outcome]) -> SetAside:

@@ -41,6 +41,8 @@ class Summary:
     handled 1 message
     >>> print(Summary(handled=2, parked=11_000, buried=1, without_handler={"OrderPaid"}))
     handled 2 messages, parked 11,000, made 1 dead letter; no handler for 'OrderPaid'
+    >>> print(Summary(held_up=True))
+    handled 0 messages; the subscription is paused, or at its limit
     """
 
     handled: int = 0
@@ -52,6 +54,8 @@ class Summary:
     """Message types without a handler, at most `MOST_TYPES`."""
     others_without_handler: int = 0
     """Number of messages without a handler whose types are not in `without_handler`."""
+    held_up: bool = False
+    """True if a drain has ended because of a pause or a limit of the subscription."""
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, handled: int, aside: SetAside) -> None:
@@ -82,11 +86,11 @@ class Summary:
         """Exit code of a run that handles the messages that are due.
 
         1 if there are new dead letters, or messages without a handler; otherwise 75 if messages
-        wait for another attempt; otherwise 0.
+        wait for another attempt, or a pause or a limit has ended the run; otherwise 0.
         """
         if self.buried or self.without_handler:
             return FOR_A_PERSON
-        return FOR_LATER if self.parked else 0
+        return FOR_LATER if self.parked or self.held_up else 0
 
     def __str__(self) -> str:
         parts = [f"handled {_counted(self.handled, 'message')}"]
@@ -100,7 +104,7 @@ class Summary:
             text += f"; no handler for {', '.join(names)}"
         if self.others_without_handler:
             text += f" and {_counted(self.others_without_handler, 'message')} of other types"
-        return text
+        return text + "; the subscription is paused, or at its limit" * self.held_up
 
 
 def _counted(count: int, noun: str) -> str:

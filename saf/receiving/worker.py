@@ -17,7 +17,7 @@ messages again one by one. The messages of a key stay in order across types: a b
 message for another handler follows for one of its keys (`runs`).
 
 Each thread has its own connection and its own deliveries. An idle thread asks twice a second, by a
-query that writes nothing.
+query that writes nothing; up to ten threads take turns with it, and more cost nothing.
 
 A message without a handler waits for a worker that has one, and the later messages of its key wait
 behind it. So old and new workers may run side by side while a new type is introduced.
@@ -67,8 +67,7 @@ from saf.receiving.handlers import (
     of_type,
     watched,
 )
-from saf.receiving.link import connected
-from saf.receiving.loop import Loop, OfUnhandled, log
+from saf.receiving.loop import Handling, Loop, OfUnhandled, log
 from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
@@ -292,7 +291,9 @@ class Worker(Loop):
 
     def _connected(self) -> AbstractContextManager[Link]:
         loop = self._event_loop
-        return connected(self.engine) if loop is None else aconnected(self.engine, loop)
+        if loop is None:
+            return super()._connected()
+        return aconnected(self.engine, loop, self.subscription)
 
     def handled_types(self) -> Sequence[str | None]:
         """Return the message types that have handlers; None: all other types."""
@@ -377,7 +378,7 @@ class Worker(Loop):
             call = handler.call_for(message, delivery.connection)
             call = watched(call, self.subscription, [message], waits=handler.waits)
             calls.append(call)
-            pieces.append(self._piece(delivery, work, message, partial(self._do, call)))
+            pieces.append(Handling(self, delivery, work.raw, message, partial(self._do, call)))
         self._stopping.in_hand[threading.get_ident()] = messages
         work.do_together(
             pieces,

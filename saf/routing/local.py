@@ -4,12 +4,22 @@ A service may live in the database of its senders. Then its messages need not wa
 A *local* route has a trigger at the outbox, for its service alone: the trigger stores the message
 in the inbox instead, in the sender's transaction, whatever program sends. So receivers see the
 message as soon as that transaction has committed. Messages for a certain broker (``to_broker``) and
-messages of conversations still go by the forwarder.
+messages of monologs still go by the forwarder.
+
+*Dialogs.* If both services of a dialog have local routes, its messages need no forwarder in either
+direction. A dialog's first message decides: if it is stored here, the initiator learns that its far
+broker is its own, and addresses all later messages to it. The trigger's function stores these, and
+leaves all others to the forwarder (migrations/baseline/local_dialogs.sql). Replies are addressed to
+the initiator's broker in any case. The row in the inbox is the one that the forwarder would have
+stored. When a route becomes local, the initiators of open dialogs learn in the same way where their
+targets are (`KNOW_TARGETS`): a dialog stays with its target. While one of them cannot know, the
+route does not become local.
 
 Order per key holds when a route becomes local, and when it stops being local. The trigger is
 created while nobody else writes to the outbox, and only once the forwarder has nothing left for the
 service. The trigger is removed while nobody writes either, so the messages that are in the inbox by
-then come before those that the forwarder brings.
+then come before those that the forwarder brings. A dialog's message that is a dead letter on its
+way is waited for: an end takes numbers in order, whichever way they come.
 
 The trigger's condition depends only on the message and its sender: where rules restrict senders
 (`saf.broker.senders`), it applies them. Its function runs with the owner's rights, because a sender
@@ -41,7 +51,9 @@ TRIGGER = "outbox_local_"
 
 CREATE = """
 CREATE TRIGGER {trigger} BEFORE INSERT ON saf.outbox FOR EACH ROW WHEN (
-    NEW.to_service = {service} AND NEW.to_broker IS NULL AND NEW.conversation_id IS NULL
+    NEW.to_service = {service}
+    AND (NEW.to_broker IS NULL AND NEW.conversation_id IS NULL
+         OR NEW.conversation_id IS NOT NULL AND NEW.from_initiator IS NOT NULL)
     AND (NOT row_security_active('saf.outbox'::regclass)
          OR saf.check_sender(current_user, NEW.from_service, NEW.to_service)))
 EXECUTE FUNCTION saf.store_locally()
@@ -78,6 +90,28 @@ SELECT EXISTS (
 )
 """
 
+# Initiators that have sent something, and do not know the broker of their target
+UNKNOWING = """
+i.is_initiator AND NOT i.monolog AND i.far_service = %(service)s AND i.far_broker IS NULL
+AND i.send_sequence > 0 AND i.state <> 'closed'
+"""
+# The first message may not be received yet. Skips ends that a session has in hand, because that
+# session may wait for the lock of saf.outbox.
+KNOW_TARGETS = f"""
+UPDATE saf.conversation c SET far_broker = coalesce(c.answered_by, b.broker_id)
+FROM saf.broker b
+WHERE c.handle IN (
+    SELECT i.handle FROM saf.conversation i
+    WHERE {UNKNOWING} AND (
+        i.answered_by IS NOT NULL
+        OR EXISTS (SELECT FROM saf.conversation t
+                   WHERE t.conversation_id = i.conversation_id AND NOT t.is_initiator)
+        OR i.conversation_id IN (SELECT m.conversation_id FROM saf.inbox m
+                                 WHERE m.from_initiator AND m.sequence = 1))
+    FOR NO KEY UPDATE SKIP LOCKED)
+"""
+UNKNOWN_TARGETS = f"SELECT count(*), min(i.handle::text) FROM saf.conversation i WHERE {UNKNOWING}"
+
 
 def refuse_local(connection: psycopg.Connection[Any], service: str, what: str) -> None:
     """Raise if a service has a local route, and so cannot be ``what``.
@@ -110,10 +144,10 @@ def keep(
     Call it in the transaction that changes the route.
 
     Raises:
-        UsageError: the service does not live here, stands for others, or has messages that a
-            forwarder must take first; transactions that write to the outbox do not end; the
-            caller's transaction is not READ COMMITTED; or the connection's user does not own the
-            schema.
+        UsageError: the service does not live here, stands for others, has messages that a forwarder
+            must take first, or has dialogs whose targets are not known yet; transactions that write
+            to the outbox do not end; the caller's transaction is not READ COMMITTED; or the
+            connection's user does not own the schema.
     """
     trigger = f"{TRIGGER}{route_id}"
     exists = bool(fetch(connection, EXISTS, {"trigger": trigger}))
@@ -129,6 +163,7 @@ def keep(
             _sees_what_is_sent(connection)
             connection.execute(BE_ALONE)
             _overtake_nothing(connection, service)
+            _know_targets(connection, service)
             connection.execute(sql.SQL(CREATE).format(**names))
         else:
             connection.execute(sql.SQL(DROP).format(**names))
@@ -176,3 +211,18 @@ def _overtake_nothing(connection: psycopg.Connection[Any], service: str) -> None
                 "forward` deliver them first (`saf status` and `saf parked` show them)"
             )
         time.sleep(PAUSE_SECONDS)
+
+
+def _know_targets(connection: psycopg.Connection[Any], service: str) -> None:
+    """Let the initiators of open dialogs address the brokers of their targets."""
+    params = {"service": service}
+    if not fetch(connection, UNKNOWN_TARGETS, params)[0][0]:
+        return
+    connection.execute(KNOW_TARGETS, params)
+    ((count, handle),) = fetch(connection, UNKNOWN_TARGETS, params)
+    if count:
+        raise UsageError(
+            f"{count} open dialogs with service {service!r} began elsewhere, or are in use, and no "
+            f"answer has told yet where their other ends are, such as the dialog of handle "
+            f"{handle}: try again once they are answered or ended (`saf dialog list`)"
+        )

@@ -12,12 +12,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import psycopg
 from psycopg.rows import tuple_row
 
 from saf.database import pinned, queries
+from saf.database.dsn import Place
 from saf.errors import AutocommitError, UsageError
 from saf.transaction import (
     Entrance,
@@ -31,27 +32,39 @@ from saf.transaction import (
 )
 
 if TYPE_CHECKING:
-    import asyncpg
-    from asyncpg.pool import PoolConnectionProxy
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
-    AsyncConn = (
-        AsyncSession
-        | async_scoped_session[AsyncSession]
-        | AsyncConnection
-        | psycopg.AsyncConnection[Any]
-        | psycopg.AsyncCursor[Any]
-        | asyncpg.Connection
-        | PoolConnectionProxy
+    AsyncConn: TypeAlias = (
+        "AsyncSession | async_scoped_session[AsyncSession] | AsyncConnection"
+        " | psycopg.AsyncConnection[Any] | psycopg.AsyncCursor[Any] | AsyncpgConnection"
     )
 
     class _Transaction(Known, Protocol):
         async def execute(self, statement: str, params: Mapping[str, Any]) -> None: ...
 
-        async def fetch(self, statement: str) -> Rows: ...
+        async def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows: ...
 
 
-Execute = Callable[..., None]
+AtOnce = Callable[..., Rows]
+
+
+class AsyncpgConnection(Protocol):
+    """asyncpg's Connection, or its pool's: methods that tell it from other connections.
+
+    asyncpg has no types, so to a type checker any argument would be an asyncpg.Connection.
+    """
+
+    def is_closed(self) -> bool:
+        """Return whether the connection is closed."""
+        ...
+
+    def is_in_transaction(self) -> bool:
+        """Return whether the caller has begun a transaction."""
+        ...
+
+    def get_server_pid(self) -> int:
+        """Return the process id of the session."""
+        ...
 
 
 class _AsyncPsycopg(OnPsycopg):
@@ -62,10 +75,11 @@ class _AsyncPsycopg(OnPsycopg):
         params = queries.in_arrays(self.connection, params)
         await cursor.execute(statement, params, prepare=self.prepare)
 
-    async def fetch(self, statement: str) -> Rows:
+    async def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
+        params = params and queries.in_arrays(self.connection, params)
         # a separate cursor, because the caller's row factory may turn a row into anything
         async with psycopg.AsyncCursor(self.connection, row_factory=tuple_row) as cursor:
-            await cursor.execute(statement, prepare=self.prepare)
+            await cursor.execute(statement, params, prepare=self.prepare)
             return await cursor.fetchall()
 
 
@@ -86,6 +100,14 @@ class _Asyncpg:
         return pinned.login(self.connection)[1:]
 
     @property
+    def place(self) -> Place:
+        _, address, database = pinned.login(self.connection)
+        if isinstance(address, tuple):
+            return (*address[:2], database)
+        folder, _, port = str(address).rpartition("/.s.PGSQL.")  # a socket
+        return (folder, port, database)
+
+    @property
     def process(self) -> int | None:
         return int(self.connection.get_server_pid())
 
@@ -96,8 +118,10 @@ class _Asyncpg:
         numbered, names = _numbered(statement)
         await self.connection.execute(numbered, *(params[name] for name in names))
 
-    async def fetch(self, statement: str) -> Rows:
-        return [tuple(row) for row in await self.connection.fetch(statement)]
+    async def fetch(self, statement: str, params: Mapping[str, Any] | None = None) -> Rows:
+        numbered, names = _numbered(statement)
+        values = [(params or {})[name] for name in names]
+        return [tuple(row) for row in await self.connection.fetch(numbered, *values)]
 
 
 @cache
@@ -126,19 +150,23 @@ async def execute(
     statement: str,
     params: Sequence[Mapping[str, Any]],
     enter: Entrance,
-    at_once: Execute,
+    at_once: AtOnce,
     *,
     allow_autocommit: bool,
-) -> None:
-    """Run a statement in the caller's transaction, once or several times.
+    returns: bool = False,
+    done: str = "sent",
+) -> Rows:
+    """Run a statement in the caller's transaction, once or several times; return all its rows.
 
     Args:
         conn: the caller's connection.
-        statement: a statement that returns no rows.
+        statement: a statement with psycopg's named parameters, each in a CAST.
         params: the parameters of each execution.
         enter: the entrance, which checks each database once.
         at_once: runs a statement on a synchronous connection.
         allow_autocommit: also accept a connection in autocommit.
+        returns: whether the statement returns rows.
+        done: what the statement does with a message.
 
     Raises:
         UsageError: ``conn`` is not an async connection, or it is closed.
@@ -149,19 +177,23 @@ async def execute(
         if isinstance(conn, async_scoped_session):
             conn = conn()
         if isinstance(conn, (AsyncConnection, AsyncSession)):
-            await conn.run_sync(at_once, statement, *params)
-            return
+            return await conn.run_sync(at_once, statement, *params)
     transaction = _on_driver(conn)
     if not allow_autocommit and transaction.commits_by_itself():
-        raise AutocommitError
+        raise AutocommitError(done)
     refuse_in_parts(transaction, params)
     with enter.with_right(transaction):
         pooled = enter.known(transaction.database)
         if pooled is None:
             pooled = await _checked_now(transaction, enter)
         transaction.pooled = pooled
+        found: list[tuple[Any, ...]] = []
         for row in params:
-            await transaction.execute(statement, row)
+            if returns:
+                found += await transaction.fetch(statement, row)
+            else:
+                await transaction.execute(statement, row)
+        return found
 
 
 def _on_driver(conn: object) -> _Transaction:
@@ -174,7 +206,7 @@ def _on_driver(conn: object) -> _Transaction:
     raise UsageError(
         f"cannot await a send on a {described(conn)}: expected SQLAlchemy's AsyncSession or "
         "AsyncConnection, psycopg's AsyncConnection or AsyncCursor, or a connection of asyncpg; "
-        "without asyncio, use outbox.send or outbox.send_many"
+        "without asyncio, use outbox.send, outbox.send_many, outbox.cancel or outbox.reschedule"
     )
 
 

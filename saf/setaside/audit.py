@@ -24,12 +24,8 @@ FROM saf.audit WHERE %(before)s::bigint IS NULL OR audit_id < %(before)s
 ORDER BY audit_id DESC LIMIT %(limit)s
 """
 AUDIT = """
-INSERT INTO saf.audit (action, message_ids, why)
-VALUES (%(action)s, %(message_ids)s, %(why)s) RETURNING audit_id
-"""
-AUDIT_OF_PERSON = """
-INSERT INTO saf.audit (action, message_ids, why, person)
-VALUES (%(action)s, %(message_ids)s, %(why)s, %(person)s) RETURNING audit_id
+INSERT INTO saf.audit (action, message_ids, why, person, names)
+VALUES (%(action)s, %(message_ids)s, %(why)s, %(person)s, %(names)s) RETURNING audit_id
 """
 
 
@@ -60,15 +56,23 @@ def audit(
     action: str,
     message_ids: Sequence[UUID],
     why: str,
+    *,
     person: str | None = None,
+    names: Sequence[str | None] | None = None,
 ) -> int:
     """Record a decision about messages; return its number, which rises.
 
     ``person`` is for a program that acts for several users by one login. The database cannot check
-    it; ``who`` is always the login.
+    it; ``who`` is always the login. ``names``: those of held messages, in the order of their ids.
     """
-    params = {"action": action, "message_ids": list(message_ids), "why": why, "person": person}
-    ((number,),) = fetch(connection, AUDIT if person is None else AUDIT_OF_PERSON, params)
+    params = {
+        "action": action,
+        "message_ids": list(message_ids),
+        "why": why,
+        "person": person,
+        "names": None if names is None else list(names),
+    }
+    ((number,),) = fetch(connection, AUDIT, params)
     return int(number)
 
 

@@ -9,6 +9,10 @@ gets only a bounded number. There are two kinds of lanes:
                        most `AT_ONCE` of them. For the services that new messages are addressed to,
                        a task asks chunk by chunk which lanes they must wait behind (`held`)
 
+A destination that an operator has paused has a lane of its own that is never due, even without
+messages, so that new messages park there (`pause`). Its other lanes are not tried either, and count
+no attempt.
+
 A lane that has been tried goes to the end of the queue: its next attempt is later than those of all
 lanes that have not been tried. So no lane starves, however many there are.
 
@@ -28,10 +32,21 @@ import psycopg
 from psycopg.rows import class_row
 
 from saf.database import fetch
-from saf.errors import Braked, SafError
+from saf.errors import Braked, Paused, SafError
 from saf.log.shards import NEWEST
 from saf.setaside import parking
-from saf.setaside.lane import BROKER, GIVEN, OF_SERVICE, SAME_LANE, THE_LANE, Kind, Lane, given
+from saf.setaside.audit import audit
+from saf.setaside.lane import (
+    BROKER,
+    GIVEN,
+    NO_BROKER,
+    OF_SERVICE,
+    SAME_LANE,
+    THE_LANE,
+    Kind,
+    Lane,
+    given,
+)
 from saf.setaside.parking import BLOCKED, Backoff
 from saf.setaside.unhandled import FOR_ALL
 
@@ -64,7 +79,8 @@ MY_SHARDS = f"ARRAY(SELECT c.shard FROM {NEWEST} AS c WHERE c.owner = %(member_i
 
 BACKOFF = f"""
 SELECT destination, kind, subject, {BROKER}, attempts, next_attempt_at,
-       next_attempt_at <= now() AS due, error, since, needs_operator
+       next_attempt_at <= now() AS due, error, since, needs_operator,
+       paused_at IS NOT NULL AS paused
 FROM saf.backoff b
 """
 # Empty lanes of services are tried too, because that deletes them
@@ -129,27 +145,30 @@ WHERE subscription_id = %(subscription_id)s
   AND EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE} AND p.shard = ANY (%(shards)s))
 """
 
-# An attempt that was not due, because another member has just failed too, does not count
+# An attempt that was not due, because another member has just failed too, does not count. A lane
+# that was not tried, because its destination is paused, has no attempts: `RESUME` recognizes it.
 POSTPONE = f"""
 INSERT INTO saf.backoff AS b (subscription_id, {THE_LANE}, error, attempts, next_attempt_at,
                               needs_operator)
-SELECT %(subscription_id)s, {THE_LANE}, error, 1,
-       CASE WHEN braked THEN '{BLOCKED}'
+SELECT %(subscription_id)s, {THE_LANE}, error, (NOT paused)::int,
+       CASE WHEN braked OR paused THEN '{BLOCKED}'
             ELSE clock_timestamp() + make_interval(secs => (%(waits)s::float8[])[1]) END,
        needs_operator
 FROM unnest(%(destinations)s::text[], %(kinds)s::text[], %(subjects)s::text[],
             %(brokers)s::uuid[], %(errors)s::text[], %(needs_operator)s::boolean[],
-            %(braked)s::boolean[]) AS w ({THE_LANE}, error, needs_operator, braked)
+            %(braked)s::boolean[], %(paused)s::boolean[])
+    AS w ({THE_LANE}, error, needs_operator, braked, paused)
 ORDER BY {THE_LANE}
 ON CONFLICT (subscription_id, {THE_LANE}) DO UPDATE SET
     error = excluded.error,
-    attempts = b.attempts + 1,
+    attempts = CASE excluded.attempts WHEN 0 THEN 0 ELSE b.attempts + 1 END,
     next_attempt_at = CASE WHEN excluded.next_attempt_at = '{BLOCKED}' THEN '{BLOCKED}'
         ELSE clock_timestamp() + make_interval(
             secs => (%(waits)s::float8[])[least(b.attempts + 1, cardinality(%(waits)s::float8[]))])
         END,
     needs_operator = excluded.needs_operator
-WHERE b.next_attempt_at <= now() OR excluded.next_attempt_at = '{BLOCKED}'
+WHERE b.paused_at IS NULL
+  AND (b.next_attempt_at <= now() OR excluded.next_attempt_at = '{BLOCKED}')
 """
 
 THESE = f"SELECT {THE_LANE} FROM {NAMED}"
@@ -168,15 +187,49 @@ WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
 """
 FORGET = f"""
 DELETE FROM saf.backoff b
-WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
+WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE}) AND paused_at IS NULL
   AND NOT EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE})
 """
 # Messages in the lane need not wait any longer: those of other shards, or those that are left
 RESET = f"""
 UPDATE saf.backoff b SET attempts = 0, next_attempt_at = clock_timestamp(),
        needs_operator = false, {FOR_ALL}
-WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE})
+WHERE subscription_id = %(subscription_id)s AND ({THE_LANE}) IN ({THESE}) AND paused_at IS NULL
   AND EXISTS (SELECT FROM saf.parked p WHERE {SAME_LANE})
+"""
+
+THE_FORWARDER = """
+(SELECT subscription_id FROM saf.subscription WHERE (log, name) = ('outbox', 'forwarder'))
+"""
+PAUSE = f"""
+INSERT INTO saf.backoff AS b (subscription_id, destination, paused_at, next_attempt_at,
+                              needs_operator, error)
+SELECT {THE_FORWARDER}, %(destination)s, clock_timestamp(), '{BLOCKED}', true,
+       'paused by ' || session_user || CASE %(why)s::text WHEN '' THEN '' ELSE ': ' END || %(why)s
+ON CONFLICT (subscription_id, {THE_LANE}) DO UPDATE SET
+    paused_at = excluded.paused_at, next_attempt_at = excluded.next_attempt_at, attempts = 0,
+    needs_operator = true, error = excluded.error
+WHERE b.paused_at IS NULL
+"""
+PAUSED = f"""
+SELECT error FROM saf.backoff
+WHERE subscription_id = %(subscription_id)s AND destination = %(destination)s
+  AND kind = '{Kind.MAIN}' AND subject = '' AND broker = '{NO_BROKER}' AND paused_at IS NOT NULL
+"""
+# In the order in which all transactions lock lanes. Lanes that were not tried in the pause are due.
+RESUME = f"""
+WITH resumed AS (
+    SELECT subscription_id, {THE_LANE} FROM saf.backoff
+    WHERE subscription_id = {THE_FORWARDER} AND destination = %(destination)s
+      AND (paused_at IS NOT NULL OR next_attempt_at = '{BLOCKED}' AND attempts = 0)
+    ORDER BY {THE_LANE} FOR UPDATE)
+UPDATE saf.backoff b SET paused_at = NULL, next_attempt_at = clock_timestamp(),
+       needs_operator = false
+FROM resumed p WHERE {SAME_LANE}
+  AND EXISTS (SELECT FROM saf.backoff m
+              WHERE m.subscription_id = b.subscription_id AND m.destination = b.destination
+                AND m.paused_at IS NOT NULL)
+RETURNING b.kind
 """
 
 
@@ -270,12 +323,6 @@ def any_due(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
     return bool(due)
 
 
-def any_lane(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
-    """Whether any lane waits, due or not."""
-    ((exists,),) = fetch(connection, ANY_LANE, {"subscription_id": subscription_id})
-    return bool(exists)
-
-
 def any_of_services(connection: psycopg.Connection[Any], subscription_id: int) -> bool:
     """Whether lanes of services wait, due or not."""
     params = {"subscription_id": subscription_id, "of_service": list(OF_SERVICE)}
@@ -328,7 +375,7 @@ def postpone(
 ) -> None:
     """Note that attempts at lanes have failed, with their errors. Call it in a transaction.
 
-    A lane that failed with `Braked` is not tried again until an operator requests it.
+    A lane that failed with `Braked` or `Paused` is not tried again until an operator requests it.
 
     In lanes that are ``moving``, some messages were delivered nevertheless: their backoff starts
     again.
@@ -342,6 +389,7 @@ def postpone(
             "errors": [str(error) for error in errors],
             "needs_operator": [error.needs_operator for error in errors],
             "braked": [isinstance(error, Braked) for error in errors],
+            "paused": [isinstance(error, Paused) for error in errors],
             "waits": _waits(),
         }
         connection.execute(POSTPONE, params)
@@ -366,6 +414,44 @@ def forget(
     if lanes:
         connection.execute(LOCK, _params(subscription_id, lanes))
         connection.execute(FORGET, _params(subscription_id, lanes))
+
+
+def pause(connection: psycopg.Connection[Any], destination: str, why: str = "") -> bool:
+    """Pause a destination: this source sends nothing there until it is resumed.
+
+    Its messages wait in their lanes, and no attempt is counted. Return False if it is paused
+    already. The audit records it.
+    """
+    with connection.transaction():
+        params = {"destination": destination, "why": why}
+        changed = connection.execute(PAUSE, params).rowcount == 1
+        if changed:
+            audit(connection, f"pause destination {destination}", [], why)
+    return changed
+
+
+def paused(
+    connection: psycopg.Connection[Any], subscription_id: int, destination: str
+) -> str | None:
+    """Return who has paused a destination, and why, in words; None if it is not paused."""
+    params = {"subscription_id": subscription_id, "destination": destination}
+    found = fetch(connection, PAUSED, params)
+    return found[0][0] if found else None
+
+
+def resume(connection: psycopg.Connection[Any], destination: str, why: str = "") -> bool:
+    """Resume a paused destination; return False if it is not paused. The audit records it.
+
+    Its lanes are due now.
+    """
+    with connection.transaction():
+        lanes = fetch(connection, RESUME, {"destination": destination})
+        if not lanes:
+            return False
+        ((subscription_id,),) = fetch(connection, f"SELECT {THE_FORWARDER}")
+        forget(connection, subscription_id, [Lane(destination=destination)])
+        audit(connection, f"resume destination {destination}", [], why)
+    return True
 
 
 def _params(subscription_id: int, lanes: Iterable[Lane]) -> dict[str, Any]:

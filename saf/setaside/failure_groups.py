@@ -25,7 +25,7 @@ from saf.database import fetch
 from saf.database.queries import records
 from saf.setaside.dead import SHOWN
 from saf.setaside.fingerprint import LANES_SERVICE, fingerprint_of, group_of
-from saf.setaside.lane import SAME_LANE, THE_LANE
+from saf.setaside.lane import SAME_LANE, THE_LANE, Kind, Lane
 from saf.setaside.selection import DeadLetters, ParkedMessages, Selection
 
 SHARED = "subscription, destination, service, reason, fingerprint"
@@ -108,6 +108,11 @@ class FailureGroup:
     message_id: UUID
     created_at: datetime
     error: str
+
+    @property
+    def lane(self) -> Lane:
+        """The lane of parked messages, without a key, shard or conversation."""
+        return Lane(destination=self.destination, kind=Kind(self.reason), subject=self.service)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the group as a dict for JSON, without values that are NULL."""

@@ -30,6 +30,9 @@ PLACEHOLDER = "…"
 """Replaces each value in a fingerprint."""
 
 DETAIL = "DETAIL: "
+BEFORE = "; before: "
+"""In a retried message's error, stands between the retry and the original error, which counts."""
+RETRIED = f"^retried by .*?{BEFORE}"
 MOST_CHARACTERS = 500
 """Characters of an error that its fingerprint depends on, from the beginning."""
 
@@ -52,8 +55,11 @@ def fingerprint(error: str) -> str:
     True
     >>> fingerprint("shards 1, 2, 30 are not owned") == fingerprint("shards 7 are not owned")
     True
+    >>> fingerprint("retried by ann; before: order 4711 is unknown")
+    'order … is unknown'
     """
-    text = error.partition(DETAIL)[0][:MOST_CHARACTERS]
+    original = re.sub(RETRIED, "", error, count=1, flags=re.DOTALL)
+    text = original.partition(DETAIL)[0][:MOST_CHARACTERS]
     return _VALUES.sub(PLACEHOLDER, text)
 
 
@@ -77,7 +83,11 @@ def fingerprint_of(error: str) -> str:
 
     Collation "C" makes letters and digits those of ASCII in every database, as in `fingerprint`.
     """
-    text = f"left(split_part({error}, '{DETAIL}', 1), {MOST_CHARACTERS})"
+    original = (
+        f"CASE WHEN starts_with({error}, 'retried by ') "
+        f"THEN regexp_replace({error}, '{RETRIED}', '') ELSE {error} END"
+    )
+    text = f"left(split_part({original}, '{DETAIL}', 1), {MOST_CHARACTERS})"
     pattern = _literal(_in_sql(PATTERN))
     return f"""regexp_replace({text} COLLATE "C", {pattern}, '{PLACEHOLDER}', 'g')"""
 

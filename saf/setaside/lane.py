@@ -166,9 +166,9 @@ class Lane:
     destination 'mom' (replay)
     route (retry)
     route for service 'billing' at broker 00000000-0000-0000-0000-000000000007
-    found-route for service 'billing' to 'mom'
+    service 'billing' at 'mom'
     service 'biling' at 'mom'
-    handler for key 'A-1'
+    next attempt for key 'A-1'
     time for shard '7'
     """
 
@@ -223,10 +223,30 @@ class Lane:
             return WaitsFor.ROUTE
         return self.kind.waits_for
 
+    def of_reader(
+        self, subscription: str, *, awaits_handler: bool, message_type: str | None = None
+    ) -> str:
+        """Return what messages of a subscription wait for, in words.
+
+        >>> lane = Lane(kind=Kind.KEY, subject="A-2")
+        >>> lane.of_reader("billing", awaits_handler=False)
+        "next attempt of billing for key 'A-2'"
+        >>> lane.of_reader("billing", awaits_handler=True, message_type="OrderCancelled")
+        "a worker with a handler for 'OrderCancelled' (key 'A-2')"
+        """
+        if self.kind is not Kind.KEY:
+            return str(self)
+        if awaits_handler:
+            type_ = f" for {message_type!r}" if message_type else ""
+            return f"a worker with a handler{type_} (key {self.subject!r})"
+        return f"next attempt of {subscription} for key {self.subject!r}"
+
     def __str__(self) -> str:
         waits_for = self.waits_for
+        if waits_for is WaitsFor.FOUND_ROUTE:
+            waits_for = WaitsFor.SERVICE if self.subject else WaitsFor.DESTINATION
         subject = _SUBJECTS.get(self.kind)
-        text = str(waits_for)
+        text = "next attempt" if self.kind is Kind.KEY else str(waits_for)
         if subject is not None and self.subject:
             text += f" {subject}{self.subject!r}"
         if self.broker is not None:
@@ -239,7 +259,7 @@ class Lane:
 _SUBJECTS: Mapping[Kind, str] = MappingProxyType(
     {
         Kind.ROUTE: "for service ",
-        Kind.FOUND_ROUTE: "for service ",
+        Kind.FOUND_ROUTE: "",
         Kind.SERVICE: "",
         Kind.KEY: "for key ",
         Kind.LATER: "for shard ",
@@ -247,7 +267,7 @@ _SUBJECTS: Mapping[Kind, str] = MappingProxyType(
     }
 )
 _TO: Mapping[WaitsFor, str] = MappingProxyType(
-    dict.fromkeys(WaitsFor, "at ") | {WaitsFor.DESTINATION: "", WaitsFor.FOUND_ROUTE: "to "}
+    dict.fromkeys(WaitsFor, "at ") | {WaitsFor.DESTINATION: ""}
 )
 
 
@@ -286,6 +306,8 @@ WAITS_FOR = (
     + " END"
 )
 """SQL: what the messages of a lane wait for, as `Lane.waits_for`."""
+ORIGIN = "CASE " + " ".join(f"WHEN kind = '{kind}' THEN '{kind.origin}'" for kind in Kind) + " END"
+"""SQL: the origin of a lane, as `Kind.origin`."""
 
 SAME_LANE = """(p.subscription_id, p.destination, p.kind, p.subject, p.broker)
                = (b.subscription_id, b.destination, b.kind, b.subject, b.broker)"""

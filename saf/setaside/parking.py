@@ -65,11 +65,14 @@ class Backoff(Lane):
     since: datetime
     needs_operator: bool = False
     """Whether only an operator can remove the cause of the last failure."""
+    paused: bool = False
+    """Whether an operator has paused its destination."""
 
     @property
     def braked(self) -> bool:
         """Whether it is a forwarder's lane that only an operator can have tried again."""
-        return self.next_attempt_at >= BLOCKED and self.kind not in OF_RECEIVERS
+        blocked = self.next_attempt_at >= BLOCKED and self.kind not in OF_RECEIVERS
+        return blocked and not self.paused
 
 
 # A transaction that parks messages locks the rows of their lanes until it commits, so that

@@ -33,7 +33,7 @@ from saf.limits import HEADERS_READABLE
 from saf.log import shards
 from saf.setaside.dead import SHOWN
 from saf.setaside.fingerprint import DEAD_GROUP, PARKED_GROUP
-from saf.setaside.lane import BROKER, SAME_LANE, WAITS_FOR, Kind, Lane
+from saf.setaside.lane import BROKER, ORIGIN, SAME_LANE, WAITS_FOR, Kind, Lane
 
 Row = TypeVar("Row")
 
@@ -50,6 +50,8 @@ WHY: Mapping[str, str] = MappingProxyType(
         "there": "it waits for that destination already",
         "arrived": "it has arrived at its receiver: only a forwarder's messages can be redirected",
         "stopped": "the decision was stopped: decide again",
+        "expires": "it expires before that time, and nobody would get it",
+        "signed": "it has no name, so its signature covers its time: it can only be cancelled",
     }
 )
 """Why a message stays as it is, in words."""
@@ -181,10 +183,16 @@ class Selection(Generic[Row]):
     """Only those up to this number, without messages set aside later."""
 
     WORD: ClassVar[str]
+    COMMAND: ClassVar[str]
+    """The command with the lists and decisions."""
+    LISTED_BY: ClassVar[str]
+    """Its subcommand that lists messages by number."""
     DECISIONS: ClassVar[Sequence[str]]
     """The possible actions of a `saf.operating.decide.Decision`."""
     ROW: ClassVar[type[Any]]
     TABLE: ClassVar[str]
+    CHOSEN: ClassVar[str] = CHOSEN
+    LIST: ClassVar[str] = LIST
     NUMBER: ClassVar[str]
     """The column with the number of a message, which rises in the order of setting aside."""
     SINCE: ClassVar[str]
@@ -200,7 +208,7 @@ class Selection(Generic[Row]):
     def sql(cls, statement: str) -> str:
         """Return a statement with the names of the kind in place of those in braces."""
         names = {"table": cls.TABLE, "number": cls.NUMBER, "since": cls.SINCE}
-        chosen = CHOSEN.format(criteria=cls.CRITERIA, **names)
+        chosen = cls.CHOSEN.format(criteria=cls.CRITERIA, **names)
         return statement.format(chosen=chosen, columns=cls.COLUMNS, stays=cls.STAYS, **names)
 
     def params(self, limit: int | None, to: str | None) -> dict[str, Any]:
@@ -215,7 +223,9 @@ class Selection(Generic[Row]):
         ``stays`` is set for a redirection ``to`` a destination, or for other decisions.
         """
         with psycopg.Cursor(connection, row_factory=class_row(self.ROW)) as cursor:
-            statement = self.sql(LIST).replace("$order", "DESC" if self.newest_first else "ASC")
+            statement = self.sql(self.LIST).replace(
+                "$order", "DESC" if self.newest_first else "ASC"
+            )
             return cursor.execute(statement, self.params(limit, to)).fetchall()
 
     def page(
@@ -256,6 +266,14 @@ class Selection(Generic[Row]):
 
 class SetAside:
     """A row of a selection: one message, without its body."""
+
+    key: str | None
+    message_id: UUID
+
+    @property
+    def called(self) -> str:
+        """Its key, or else its id."""
+        return self.key or str(self.message_id)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as a dict for JSON, without values that are NULL."""
@@ -322,6 +340,13 @@ class ParkedMessage(SetAside):
     """As in `DeadLetter`."""
     error: str | None
     """What its lane waits for."""
+    awaits_handler: bool
+    """Whether its lane waits for a handler of another type."""
+
+    @property
+    def words(self) -> str:
+        """What it waits for, in words."""
+        return self.lane.of_reader(self.subscription, awaits_handler=self.awaits_handler)
 
     @property
     def lane(self) -> Lane:
@@ -349,7 +374,7 @@ class DeadLetters(Selection[DeadLetter]):
     error: str | None = None
     """A part of the error's text, case-insensitive."""
 
-    WORD = "dead letter"
+    WORD, COMMAND, LISTED_BY = "dead letter", "saf dead", "list"
     DECISIONS = ("retry", "redirect", "discard")
     ROW = DeadLetter
     TABLE = "saf.dead_letter d"
@@ -371,24 +396,26 @@ CASE WHEN s.log = 'inbox' AND %(to)s::text IS NOT NULL THEN 'arrived'
 class ParkedMessages(Selection[ParkedMessage]):
     """Which parked messages to choose; None means any."""
 
-    lane: str | None = None
-    """The kind of their lanes; see `saf.setaside.lane.Kind`."""
     waits_for: str | None = None
     """What they wait for; see `saf.setaside.lane.WaitsFor`."""
+    origin: str | None = None
+    """Where they come from; see `saf.setaside.lane.Origin`."""
     subject: str | None = None
     subject_contains: str | None = None
     """A part of the subject, case-insensitive."""
 
-    WORD = "parked message"
+    WORD, COMMAND, LISTED_BY = "parked message", "saf parked", "messages"
     DECISIONS = ("redirect", "discard")
     ROW = ParkedMessage
     TABLE = "saf.parked p"
     NUMBER, SINCE = "parked_id", "parked_at"
     COLUMNS = f"""kind, subject, {BROKER}, p.created_at,
-       (SELECT b.error FROM saf.backoff b WHERE {SAME_LANE}) AS error"""
+       (SELECT b.error FROM saf.backoff b WHERE {SAME_LANE}) AS error,
+       coalesce((SELECT b.awaits_handler FROM saf.backoff b WHERE {SAME_LANE}), false)
+           AS awaits_handler"""
     CRITERIA = f"""
-  AND (%(lane)s::text IS NULL OR kind = %(lane)s)
   AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
+  AND (%(origin)s::text IS NULL OR {ORIGIN} = %(origin)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)
   AND (%(subject_contains)s::text IS NULL
        OR strpos(lower(subject), lower(%(subject_contains)s)) > 0)

@@ -4,8 +4,8 @@
 many would keep waiting. `retry_now` makes the next attempts due.
 
 Some lanes wait for events that an operator's "now" cannot hasten: the time of each message, an
-earlier message of the dialog, a receiver that handles the type, or an operator's decision about a
-dead letter of the same key. `retry_now` leaves them as they are.
+earlier message of the dialog, a receiver that handles the type, the end of a destination's pause,
+or an operator's decision about a dead letter of the same key. `retry_now` leaves them as they are.
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ from pydantic import Field, StringConstraints, TypeAdapter
 from saf.database import fetch
 from saf.database.queries import Page, foreign, page_of
 from saf.setaside.audit import audit
+from saf.setaside.dead import SHOWN
 from saf.setaside.fingerprint import PARKED_GROUP
-from saf.setaside.lane import BROKER, OF_SERVICE, SAME_LANE, THE_LANE, WAITS_FOR, Kind
+from saf.setaside.lane import (
+    BROKER,
+    NO_BROKER,
+    OF_SERVICE,
+    ORIGIN,
+    SAME_LANE,
+    THE_LANE,
+    WAITS_FOR,
+    Kind,
+)
 from saf.setaside.parking import BLOCKED, Backoff
 
 
@@ -36,6 +46,13 @@ class Parked(Backoff):
     awaits_handler: bool
     message_type: str | None
     """The type that it needs a handler for."""
+
+    @property
+    def words(self) -> str:
+        """What its messages wait for, in words."""
+        return self.own.of_reader(
+            self.subscription, awaits_handler=self.awaits_handler, message_type=self.message_type
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return the lane as a dict for JSON."""
@@ -78,10 +95,10 @@ class Lanes:
 
     subscription: str | None = None
     destination: str | None = None
-    lane: str | None = None
-    """The kind of the lanes; see `saf.setaside.lane.Kind`."""
     waits_for: str | None = None
     """What their messages wait for; see `saf.setaside.lane.WaitsFor`."""
+    origin: str | None = None
+    """Where their messages come from; see `saf.setaside.lane.Origin`."""
     subject: str | None = None
     subject_contains: str | None = None
     """A part of the subject, case-insensitive."""
@@ -119,7 +136,11 @@ SELECT subscription, destination, kind, subject, {BROKER}, attempts, next_attemp
            (log = 'inbox')::text, subscription, (kind = ANY (%(of_service)s))::text,
            (-attempts)::text, destination, kind, subject, broker::text])::text AS place,
        (SELECT count(*) FROM (SELECT FROM saf.parked p WHERE {SAME_LANE} LIMIT %(most)s) AS counted
-       ) AS messages
+       ) AS messages,
+       EXISTS (SELECT FROM saf.backoff m
+               WHERE (m.subscription_id, m.destination, m.kind, m.subject, m.broker)
+                     = (b.subscription_id, b.destination, '{Kind.MAIN}', '', '{NO_BROKER}')
+                 AND m.paused_at IS NOT NULL) AS paused
 FROM (SELECT * FROM (
           SELECT w.*, s.name AS subscription, s.log, next_attempt_at <= now() AS due,
                  count(*) OVER () AS lanes
@@ -138,8 +159,8 @@ FROM (SELECT * FROM (
           JOIN saf.subscription s USING (subscription_id)
           WHERE (%(subscription)s::text IS NULL OR s.name = %(subscription)s)
             AND (%(destination)s::text IS NULL OR w.destination = %(destination)s)
-            AND (%(lane)s::text IS NULL OR w.kind = %(lane)s)
             AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
+            AND (%(origin)s::text IS NULL OR {ORIGIN} = %(origin)s)
             AND (%(subject)s::text IS NULL OR w.subject = %(subject)s)
             AND (%(subject_contains)s::text IS NULL
                  OR strpos(lower(w.subject), lower(%(subject_contains)s)) > 0)
@@ -157,8 +178,8 @@ WHERE %(subscription)s::text IS NULL OR name = %(subscription)s
 OF_LANES = f"""
   AND {PARKED_GROUP}
   AND (%(destination)s::text IS NULL OR destination = %(destination)s)
-  AND (%(lane)s::text IS NULL OR kind = %(lane)s)
   AND (%(waits_for)s::text IS NULL OR {WAITS_FOR} = %(waits_for)s)
+  AND (%(origin)s::text IS NULL OR {ORIGIN} = %(origin)s)
   AND (%(subject)s::text IS NULL OR subject = %(subject)s)
   AND (%(subject_contains)s::text IS NULL
        OR strpos(lower(subject), lower(%(subject_contains)s)) > 0)
@@ -171,7 +192,9 @@ UNDECIDED = f"""
  AND (subscription_id, subject) IN (
     SELECT subscription_id, coalesce(key, message_id::text) FROM saf.dead_letter))
 """
-TRIED = f"kind <> '{Kind.LATER}' AND NOT awaits_handler AND NOT {UNDECIDED} {OF_LANES}"
+TRIED = f"""
+kind <> '{Kind.LATER}' AND paused_at IS NULL AND NOT awaits_handler AND NOT {UNDECIDED} {OF_LANES}
+"""
 """SQL: whether `retry_now` makes a lane of saf.backoff due; its parameters are those of `Lanes`."""
 # In the order in which all transactions lock lanes, to avoid deadlocks
 RETRY_NOW = f"""
@@ -179,6 +202,14 @@ WITH chosen AS (
     SELECT subscription_id, {THE_LANE} FROM saf.backoff WHERE {TRIED}
     ORDER BY subscription_id, {THE_LANE} FOR UPDATE)
 UPDATE saf.backoff b SET next_attempt_at = now() FROM chosen p WHERE {SAME_LANE}
+"""
+# The index that orders a lane finds its first messages, however many there are
+FIRST_KEYS = f"""
+SELECT left(coalesce(p.key, p.message_id::text), {SHOWN})
+FROM (SELECT * FROM saf.backoff WHERE {TRIED}) AS b CROSS JOIN LATERAL (
+    SELECT key, message_id, parked_id FROM saf.parked p WHERE {SAME_LANE}
+    ORDER BY id LIMIT %(limit)s) AS p
+ORDER BY parked_id LIMIT %(limit)s
 """
 COUNT_UNDECIDED = f"SELECT count(*) FROM saf.backoff WHERE {UNDECIDED} {OF_LANES}"
 
@@ -261,8 +292,13 @@ def retry_now(
     with connection.transaction():
         count = connection.execute(RETRY_NOW, asdict(chosen)).rowcount
         if count and (why or person):
-            audit(connection, f"retry-now of {count} lanes", [], why, person)
+            audit(connection, f"retry-now of {count} lanes", [], why, person=person)
     return count
+
+
+def first_keys(connection: psycopg.Connection[Any], limit: int, lanes: Lanes = ANY) -> list[str]:
+    """Return the keys of the first messages that a retry would try now, or their ids."""
+    return [key for (key,) in fetch(connection, FIRST_KEYS, asdict(lanes) | {"limit": limit})]
 
 
 def undecided(connection: psycopg.Connection[Any], lanes: Lanes = ANY) -> int:

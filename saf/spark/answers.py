@@ -166,7 +166,7 @@ def explain(spark: SparkSession, item: Work, raised: Iterable[Raised]) -> None:
                 source.execute(EXPLAIN, values)
     except (psycopg.Error, SafError) as error:
         # the dead letters exist, and already state that the expression raised
-        log.warning("reasons_lost", broker=item.broker, error=item.dsn.redact(str(error)))
+        log.warning("reasons_lost", broker=item.broker, error=item.dsn.reason(error))
 
 
 def reason(spark: SparkSession, raised: Raised) -> str | None:

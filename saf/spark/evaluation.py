@@ -111,7 +111,7 @@ class Evaluation:
             return self._run()
         except (SafError, psycopg.Error) as error:
             kind = type(error) if isinstance(error, SafError) else JobFailed
-            text = str(error) if isinstance(error, SafError) else self.item.dsn.redact(str(error))
+            text = str(error) if isinstance(error, SafError) else self.item.dsn.reason(error)
             return [
                 Receipt(work=self.number, destination=None, error_kind=kind.__name__, error=text)
             ]

@@ -98,6 +98,10 @@ class ConnectRunner:
         assert self._session is not None  # noqa: S101 - `start` comes first
         return self._session
 
+    def is_here(self, sources: int) -> bool:  # noqa: ARG002 - a runner's signature
+        """Return False: work is the cluster's."""
+        return False
+
     def slots(self) -> int:
         """Return how many tasks the cluster runs at a time, according to its last answer."""
         return self._slots

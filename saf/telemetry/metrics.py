@@ -142,6 +142,23 @@ OLDEST_PENDING = _gauge(
     "broker destination service",
     "Age of the oldest pending message; absent if there are none.",
 )
+HELD = _gauge(
+    "saf_held_messages",
+    "broker",
+    "Messages that are due later, or due and not moved to the outbox yet. Counted up to 100,000.",
+)
+OVERDUE = _gauge(
+    "saf_held_overdue_seconds",
+    "broker",
+    "Time for which the first held message has been due; 0 if none is due. A forwarder moves it.",
+)
+REFUSED = _gauge(
+    "saf_refused_messages",
+    "broker",
+    "Held messages that the database refused to move to the outbox when they were due, e.g. "
+    "because no rule of `saf sender` allows them. They wait for an operator. Counted up to "
+    "100,000.",
+)
 UNREAD = _gauge(
     "saf_unread_messages",
     "broker subscription",
@@ -207,6 +224,11 @@ MEMBERS = _gauge(
 UNOWNED = _gauge(
     "saf_unowned_shards", "broker log subscription", "Shards of a subscription that no member owns."
 )
+PAUSED = _gauge(
+    "saf_subscription_paused",
+    "broker subscription",
+    "1 while an operator has paused a subscription of the inbox, else 0.",
+)
 SLOTS = _gauge(
     "saf_ring_used_slots",
     "broker log",
@@ -228,8 +250,8 @@ ENDPOINTS = _gauge(
 DESTINATIONS = _gauge(
     "saf_destination_state",
     "broker destination state",
-    "1 for the last state of a destination that this source has seen: up, down, or waiting "
-    "(messages wait for it, and it has not failed since).",
+    "1 for the last state of a destination that this source has seen: up, down, waiting (messages "
+    "wait for it, and it has not failed since), or paused by an operator.",
 )
 
 # Counted by a forwarder

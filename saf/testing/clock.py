@@ -5,10 +5,12 @@ pass, everything that saf has stored is moved an hour into the past, and becomes
 earlier:
 
     outbox, inbox           created_at, deliver_at, expires_at; the inbox also received_at
+    held                    created_at, due, expires_at, forget_at
     parked, dead_letter     created_at, deliver_at, expires_at
     backoff                 since; next_attempt_at, unless it waits for an operator or a handler
     member                  joined_at, lease_until
     conversation            created_at, changed_at, expires_at
+    schedule                next_run, last_run, anchor
 
 Everything else stays: the application's tables, except for named columns; uncommitted rows; and the
 times that tell batches apart (``opened_at``, and ``parked_at`` and ``dead_letter_at``, which are
@@ -36,11 +38,13 @@ MESSAGE = ("created_at", "deliver_at", "expires_at")
 MOVED = {
     "outbox": MESSAGE,
     "inbox": (*MESSAGE, "received_at"),
+    "held": ("created_at", "due", "expires_at", "forget_at"),
     "parked": MESSAGE,
     "dead_letter": MESSAGE,
     "backoff": ("next_attempt_at", "since"),
     "member": ("joined_at", "lease_until"),
     "conversation": ("created_at", "changed_at", "expires_at"),
+    "schedule": ("next_run", "last_run", "anchor"),
 }
 """Columns of the schema saf that move, by table."""
 

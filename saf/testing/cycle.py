@@ -55,8 +55,9 @@ class Cycle:
         self.work: list[Work] = []
 
     def open(self, parts: int = 1) -> list[Work]:
-        """Open batches of pending messages, split into ``parts`` items of work."""
+        """Move due messages, and open batches of pending ones, split into ``parts`` items."""
         self.broker.tend()
+        self.broker.move_held()
         self.work = [part for w in self.broker.open_work(self.default) for part in w.split(parts)]
         return self.work
 

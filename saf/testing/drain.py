@@ -35,7 +35,8 @@ ROUNDS = 100
 
 COUNTS = """
 SELECT (SELECT count(*) FROM saf.parked), (SELECT count(*) FROM saf.dead_letter),
-       (SELECT coalesce(max(dead_letter_id), 0) FROM saf.dead_letter)
+       (SELECT coalesce(max(dead_letter_id), 0) FROM saf.dead_letter),
+       (SELECT count(*) FROM saf.held WHERE due IS NOT NULL)
 """
 
 # Reads the first message of each waiting lane, which has failed
@@ -64,9 +65,11 @@ class Drained:
     handled: int
     """Messages that the workers have handled."""
     parked: int
-    """Messages set aside at the end: delayed, or waiting for another attempt."""
+    """Messages set aside at the end: delayed in an inbox, or waiting for another attempt."""
     dead: int
     """Messages that have become dead letters."""
+    held: int
+    """Messages that are due later, or that may not be sent any more, at the end."""
 
 
 class DrainFailed(AssertionError):
@@ -123,7 +126,7 @@ class Drain:
                 raise DrainFailed(f"after {ROUNDS} rounds, messages still cause further ones")
         after = [_counts(database) for database in databases]
         if errors == "raise":
-            for database, (_, _, known) in zip(databases, before, strict=True):
+            for database, (_, _, known, _) in zip(databases, before, strict=True):
                 problems += _left_behind(database, known)
             if problems:
                 causes = [error for error in failed if isinstance(error, BaseException)]
@@ -131,8 +134,9 @@ class Drain:
         return Drained(
             forwarded=forwarded,
             handled=handled,
-            parked=sum(parked for parked, _, _ in after),
-            dead=sum(dead for _, dead, _ in after) - sum(dead for _, dead, _ in before),
+            parked=sum(parked for parked, *_ in after),
+            dead=sum(dead for _, dead, *_ in after) - sum(dead for _, dead, *_ in before),
+            held=sum(held for *_, held in after),
         )
 
 

@@ -5,6 +5,7 @@
     saf_outbox.all(key="A-1")                                    a list, in the order of sending
 
 Only committed messages count, and of these only pending ones, unless ``include_forwarded`` is true.
+Messages that are held count as well. They come last, in the order in which they are due.
 Bodies are compared by their content type: JSON by its value. A failed assertion shows the existing
 messages instead, the most similar first.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypedDict, Unpack
 from uuid import UUID
 
@@ -22,20 +24,28 @@ from psycopg.rows import tuple_row
 from saf.database import fetch
 from saf.errors import InvalidMessage, UnreadableHeaders, UsageError
 from saf.message import encode_body, key_text
-from saf.received import WITH_READABLE, Received, expressions
+from saf.received import READ, WITH_READABLE, Received, expressions
 from saf.testing.databases import Database
 
 SHOWN_MESSAGES, SHOWN_CHARACTERS = 5, 200
 """Most messages that a failed assertion shows, and most characters of each value."""
 
 SENT = f"""
-SELECT {expressions(source="NULL::uuid")} FROM (SELECT {WITH_READABLE} FROM saf.outbox) AS o
+SELECT {expressions(source="NULL::uuid")},
+       (SELECT h.name FROM saf.held h WHERE h.message_id = o.message_id), NULL::timestamptz
+FROM (SELECT {WITH_READABLE} FROM saf.outbox) AS o
 WHERE %(include_forwarded)s OR NOT EXISTS (
     SELECT FROM saf.cursor c JOIN saf.subscription s USING (subscription_id)
     WHERE s.log = 'outbox' AND s.name = 'forwarder' AND c.shard = o.shard
       AND (pg_visible_in_snapshot(o.txid, c.done)
            OR c.open IS NOT NULL AND pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position))
 ORDER BY id
+"""
+HELD = f"""
+SELECT {expressions(id="held_id", shard="NULL::smallint", deliver_at="due", source="NULL::uuid")},
+       name, due
+FROM (SELECT {WITH_READABLE} FROM saf.held WHERE due IS NOT NULL) AS h
+ORDER BY due, held_id
 """
 
 # Finds transactions that have inserted: each holds this lock until it ends
@@ -60,6 +70,30 @@ class Match(TypedDict, total=False):
     to_broker: UUID | None
     deliver_at: object
     expires_at: object
+    name: str | None
+    due: object
+
+
+class SentMessage(Received):
+    """A message that was sent or is held, with its name."""
+
+    __slots__ = ()
+
+    @property
+    def name(self) -> str | None:
+        """Name of the effect; None: it has none, or the name is forgotten."""
+        name: str | None = self._row[len(READ)]
+        return name
+
+    @property
+    def due(self) -> datetime | None:
+        """Time until which the message is held; None: it is in the outbox."""
+        due: datetime | None = self._row[len(READ) + 1]
+        return due
+
+    def stored(self) -> dict[str, Any]:
+        """Return the message's columns by name, with its own name and ``due``."""
+        return {**super().stored(), "name": self.name, "due": self.due}
 
 
 class Sent:
@@ -68,12 +102,12 @@ class Sent:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def all(self, *, include_forwarded: bool = False, **match: Unpack[Match]) -> list[Received]:
+    def all(self, *, include_forwarded: bool = False, **match: Unpack[Match]) -> list[SentMessage]:
         """Return the matching messages, in the order in which they were sent."""
         _check(match)
         return [one for one in self._read(include_forwarded) if not _differences(one, match)]
 
-    def one(self, *, include_forwarded: bool = False, **match: Unpack[Match]) -> Received:
+    def one(self, *, include_forwarded: bool = False, **match: Unpack[Match]) -> SentMessage:
         """Return the only message that matches; fail if several or none do.
 
         Raises:
@@ -96,16 +130,18 @@ class Sent:
         if found:
             raise AssertionError(self._complaint("no", found, include_forwarded, match))
 
-    def _read(self, include_forwarded: bool) -> list[Received]:
+    def _read(self, include_forwarded: bool) -> list[SentMessage]:
         with (
             self._database.looking() as connection,
             psycopg.Cursor(connection, row_factory=tuple_row) as cursor,
         ):
             params = {"include_forwarded": include_forwarded}
-            return [Received(row) for row in cursor.execute(SENT, params, binary=True)]
+            found = cursor.execute(SENT, params, binary=True).fetchall()
+            found += cursor.execute(HELD, binary=True).fetchall()
+            return [SentMessage(row) for row in found]
 
     def _complaint(
-        self, wanted: str, found: list[Received], include_forwarded: bool, match: Match
+        self, wanted: str, found: list[SentMessage], include_forwarded: bool, match: Match
     ) -> str:
         existing = self._read(include_forwarded)
         kind = "message" if include_forwarded else "pending message"
@@ -144,12 +180,12 @@ def decoded(message: Received) -> object:
         return message.body
 
 
-def _differences(message: Received, match: Match) -> list[str]:
+def _differences(message: SentMessage, match: Match) -> list[str]:
     """Return the names in ``match`` by which a message differs."""
     return [name for name, wanted in match.items() if not _has(message, name, wanted)]
 
 
-def _has(message: Received, name: str, wanted: Any) -> bool:
+def _has(message: SentMessage, name: str, wanted: Any) -> bool:
     if name == "headers":
         headers = _headers(message)
         return isinstance(headers, dict) and all(
@@ -175,10 +211,10 @@ def _headers(message: Received) -> object:
         return message.stored()["headers"]
 
 
-def _shown(message: Received, match: Match) -> str:
+def _shown(message: SentMessage, match: Match) -> str:
     """Show a message in a complaint: its fields, and how it differs from the wanted one."""
     fields = {**message.stored(), "headers": _headers(message), "body": decoded(message)}
-    known = ("to_service", "key", "message_type", "body")
+    known = ("to_service", "key", "message_type", "name", "due", "body")
     lines = ["  - " + _named({name: fields[name] for name in known if fields[name] is not None})]
     lines += [
         f"      {name} is {_cut(fields[name])}, not {_cut(match[name])}"  # type: ignore[literal-required] # names of it

@@ -116,13 +116,22 @@ def moment(value: datetime | None) -> Markup:
     return Markup('<time datetime="{}">{}</time>').format(value.isoformat(), at(value))
 
 
+CLOCKS_SECONDS = 5.0
+"""Difference between the clocks of two machines that is not shown."""
+
+
 def ago(value: datetime | None) -> Markup:
-    """Return the age of a time, by this machine's clock; its element has the exact time."""
+    """Return the age of a time, by this machine's clock; its element has the exact time.
+
+    A time that is further ahead than clocks differ is in the future.
+    """
     if value is None:
         return NONE
-    seconds = max(0.0, time.time() - value.timestamp())
-    return Markup('<time datetime="{}" title="{}">{} ago</time>').format(
-        value.isoformat(), at(value), age(seconds)
+    seconds = time.time() - value.timestamp()
+    ahead = seconds < -CLOCKS_SECONDS
+    words = f"in {age(-seconds)}" if ahead else f"{age(max(0.0, seconds))} ago"
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(
+        value.isoformat(), at(value), words
     )
 
 

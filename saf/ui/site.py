@@ -79,6 +79,7 @@ def navigation(beat: Beat, here: str) -> list[Link]:
         "/": (len(beat.down), "bad"),
         "/parked": (beat.total(m.PARKED), "warn"),
         "/dead": (beat.total(m.DEAD), "bad"),
+        "/held": (beat.total(m.REFUSED), "bad"),
     }
     return [
         Link(
@@ -96,6 +97,7 @@ NAVIGATION = {
     "/": "Overview",
     "/charts": "Charts",
     "/pending": "Pending",
+    "/held": "Held",
     "/parked": "Parked",
     "/dead": "Dead letters",
     "/outbox": "Outbox",

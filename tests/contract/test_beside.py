@@ -94,13 +94,15 @@ def test_a_message_in_hand_is_finished_at_the_end_of_the_block(inbox: Dsn) -> No
 
 def test_a_worker_that_cannot_receive_keeps_the_block_from_beginning(inbox: Dsn) -> None:
     worker = noting(inbox, "biling")
+    began: list[bool] = []
 
     async def main() -> None:
         async with worker.running():
-            raise AssertionError("it began")
+            began.append(True)
 
     with pytest.raises(ConfigurationError, match="'biling'"):
         asyncio.run(main())
+    assert began == []
 
 
 def test_a_worker_whose_database_does_not_answer_does_not_delay_the_block_for_long(
@@ -129,7 +131,7 @@ def test_a_worker_that_ends_early_is_logged_at_once_and_raised_at_the_end(inbox:
                     remove_service(connection, SUBSCRIPTION)
                     connection.execute(
                         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                        "WHERE application_name = 'saf receive' "
+                        "WHERE starts_with(application_name, 'saf receive') "
                         "AND datname = current_database()"
                     )
                 await asyncio.wait([task], timeout=30)

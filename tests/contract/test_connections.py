@@ -118,7 +118,9 @@ def test_a_reader_that_was_left_in_the_middle_is_not_kept(app: Dsn, mom: Dsn) ->
     assert [purpose for purpose, *_ in sessions(app, mom)] == ["deliver", "mark"]
 
 
-def test_those_that_were_used_last_are_kept(app: Dsn) -> None:
+def test_those_that_were_used_last_are_kept(app: Dsn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_most", connections.MOST)
+
     def connected(role: str) -> int:
         taken = connections.take(
             role, app, lambda: app.connect(role=role), lambda c: c.execute("SELECT 1")

@@ -53,7 +53,7 @@ from saf.receiving.dispatch.settings import Endpoint
 from saf.receiving.dispatch.window import Marks, Window
 from saf.receiving.hand import Reader
 from saf.receiving.inbox import inbox_status
-from saf.receiving.retries import Waiting
+from saf.receiving.retries import FailedAttempt
 from saf.setaside.selection import DeadLetters
 from tests.endpoints import (
     Got,
@@ -270,6 +270,27 @@ def test_after_its_last_attempt_a_message_is_a_dead_letter(inbox: Dsn, partner: 
     assert dead(inbox) == [("1", "failed")]
     assert len([got for got in partner.begun if got.key == "a"]) >= 3
     assert waiting(inbox) == []
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_failure_of_a_message_that_has_ended_meanwhile_blames_no_other(
+    inbox: Dsn, partner: Partner, left: int
+) -> None:
+    async def answer(got: Got) -> Reply:
+        return (500, {}, b"oops") if got.key == "a" else (200, {}, b"ok")
+
+    partner.answer = answer
+    put(inbox, "1", *["2"] * left, key="a")
+    with dispatching(dispatcher(inbox, partner, attempts=1)):
+        until(lambda: waiting(inbox) == ["a"] and unfinished(inbox) == 0)
+        with connect(inbox) as connection:
+            connection.execute("DELETE FROM saf.parked WHERE body = '1'")
+            if not left:
+                connection.execute("DELETE FROM saf.backoff")
+        put(inbox, "1", key="b")  # the endpoint is up, so the failure counts
+        until(lambda: "b" in partner.by_key() and unfinished(inbox) == 0)
+    assert [key for key, *_ in attempts(inbox)] == waiting(inbox) == ["a"] * left
+    assert all(number == 0 for _, number, _ in attempts(inbox))
 
 
 def test_an_endpoint_that_is_down_uses_up_no_attempts(inbox: Dsn, partner: Partner) -> None:
@@ -1214,7 +1235,7 @@ def test_a_success_while_shards_leave_counts_no_attempt_in_them() -> None:
     window = Window()
     window.own([InHand(shard=1, epoch=1, batch=1, done="1:1:", open=None, position=0)])
     window.leaving = frozenset({1})
-    window.count([Waiting(lane="a", shard=1, attempts=1, error="HTTP 503")])
+    window.count([FailedAttempt(lane="a", shard=1, id=1, attempts=1, error="HTTP 503")])
     assert window.busy() == set()
     assert window.own([]) == [1]
 

@@ -191,7 +191,7 @@ def counted(window: Window) -> dict[str, int]:
     """The attempts of the keys that wait."""
     marks = window.marks()
     assert marks is not None
-    return {lane: waiting.attempts for lane, waiting in marks.waiting.items()}
+    return {lane: waiting.attempts for lane, waiting in {**marks.waiting, **marks.counted}.items()}
 
 
 def test_an_endpoint_that_accepts_several_messages_is_up_and_earlier_attempts_count() -> None:

@@ -287,3 +287,24 @@ def test_of_many_groups_only_those_that_are_shown_leave_the_database(app: Dsn) -
         )
         found = failure_groups(connection, DeadLetters(), 10)
         assert (len(found.shown), found.groups, found.more) == (10, 20_000, 19_990)
+
+
+def test_a_retried_message_keeps_its_error_and_its_group(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+        connection.execute(
+            "INSERT INTO saf.dead_letter"
+            " (subscription_id, destination, shard, id, reason, error, to_service, key, body)"
+            " SELECT subscription_id, '', 0, n, 'failed', 'CheckViolation: row ' || n, 'billing',"
+            " 'A-' || n, '' FROM saf.subscription, generate_series(1, 2) AS n"
+            " WHERE name = 'billing'"
+        )
+        decide.retry(connection, DeadLetters(numbers=[1]), "")
+        decide.retry(connection, DeadLetters(numbers=[2]), "", "ann")
+        errors = [lane.error for lane in parked(connection).shown]
+        assert errors == [
+            "retried by postgres; before: CheckViolation: row 1",
+            "retried by ann; before: CheckViolation: row 2",
+        ]
+        (group,) = failure_groups(connection, ParkedMessages()).shown
+        assert (group.messages, group.fingerprint) == (2, "CheckViolation: row …")

@@ -304,14 +304,14 @@ def test_a_destination_under_two_names_is_refused(app: Dsn, mom: Dsn, tmp_path: 
 def brief(app: Dsn) -> list[Work]:
     broker = SourceBroker("app", app, lease_seconds=30)
     try:
-        return broker.visit("mom", brief=True)
+        return broker.visit("mom", brief=True).work
     finally:
         broker.leave()
 
 
 def test_who_has_nothing_to_do_in_a_brief_visit_ends_with_its_session(app: Dsn) -> None:
     broker = SourceBroker("app", app, lease_seconds=30)
-    assert broker.visit("mom", brief=True) == []
+    assert broker.visit("mom", brief=True).work == []
     assert not broker.connected
     sessions = "SELECT FROM pg_stat_activity WHERE application_name = 'saf forward' \
         AND datname = current_database()"
@@ -373,7 +373,7 @@ def test_a_brief_visit_finds_lanes_whose_time_has_come(app: Dsn, mom: Dsn) -> No
 
 def test_a_brief_visit_refuses_a_source_that_was_moved_since_the_last_one(app: Dsn) -> None:
     broker = SourceBroker("app", app, lease_seconds=30)
-    assert broker.visit("mom", brief=True) == []
+    assert broker.visit("mom", brief=True).work == []
     with connect(app) as connection:
         connection.execute("UPDATE saf.cursor SET done = '4000000000:4000000000:'")
         send(connection, "x")

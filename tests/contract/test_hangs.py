@@ -6,6 +6,7 @@ Locks that nobody gives back, a server process that is stopped, a network that s
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -158,8 +159,10 @@ def test_a_locked_table_at_one_destination_stops_no_other_and_is_waited_for_once
     assert bodies(mom) == BILLS
     ((destination, error),) = lanes(app)
     assert destination == "other"
-    assert "destination 'other' is unavailable" in error
-    assert "`saf doctor` shows who" in error
+    assert error == (
+        "destination 'other' does not answer: canceling statement due to lock timeout; "
+        "`saf doctor` shows who holds the lock"
+    )
     let_time_pass(app)
     run(app, mom=mom, other=bounded(other, ROOMY))
     assert bodies(other) == SHIPMENTS
@@ -192,7 +195,7 @@ def test_a_stopped_server_process_at_the_source_ends_the_task_and_not_the_run(
         with frozen(app, "cursor", "saf mark"), at_most(LONGER):
             (error,) = (r.error for r in cycle.deliver() if r.error_kind == "Unavailable")
         assert error is not None
-        assert "broker 'app' is unavailable" in error
+        assert "broker 'app' does not answer" in error
     assert run(app, mom=mom, other=other) == []
     assert (bodies(mom), bodies(other)) == (BILLS, SHIPMENTS)
 
@@ -209,6 +212,48 @@ def test_a_locked_cursor_at_the_source_is_unavailable_within_the_bound(
     ):
         cycle.open()
     assert caught.value.hangs
+
+
+SQL = re.compile(r"SELECT|UPDATE|INSERT|COPY|LINE \d|SQLSTATE|libpq|\\n|\n")
+
+
+@pytest.mark.parametrize("table", ["inbox", "watermark"])
+def test_an_error_of_a_destination_contains_the_servers_message_and_no_sql(
+    two: tuple[Dsn, Dsn, Dsn], table: str
+) -> None:
+    app, mom, other = two
+    with locked(other, table):
+        run(bounded(app, ROOMY), mom=bounded(mom, ROOMY), other=other)
+    ((_, error),) = lanes(app)
+    assert "canceling statement due to lock timeout" in error
+    assert not SQL.search(error), error
+
+
+def test_an_error_of_a_source_contains_the_servers_message_and_no_sql(
+    two: tuple[Dsn, Dsn, Dsn],
+) -> None:
+    app, mom, other = two
+    rules = forwarding_rules(mom=bounded(mom, ROOMY), other=bounded(other, ROOMY))
+    with Cycle(app, rules) as cycle:
+        cycle.open()
+        with locked(app, "outbox"):  # by ADBC
+            (error,) = (r.error for r in cycle.deliver() if r.error_kind == "Unavailable")
+        assert error is not None
+    with (
+        Cycle(app, rules) as cycle,
+        locked(app, "cursor"),  # by psycopg
+        pytest.raises(Unavailable) as caught,
+    ):
+        cycle.open()
+    for text in (error, str(caught.value)):
+        assert "broker 'app' does not answer: canceling statement due to lock timeout" in text
+        assert not SQL.search(text), text
+
+
+def test_a_server_that_is_not_there_is_unavailable_in_one_line(app: Dsn) -> None:
+    absent = replace(app, conninfo=f"{app.conninfo} host=/nowhere")
+    with pytest.raises(Unavailable, match=r"is unavailable: .*No such file or directory; Is the"):
+        absent.connect(role="test")
 
 
 @pytest.mark.slow
@@ -361,7 +406,7 @@ def test_a_receiver_whose_tables_are_locked_says_so_within_the_bound_and_loses_n
     app, mom, other = two
     run(app, mom=mom, other=other)
     with connect(mom) as connection:
-        services.create_service(connection, "billing")
+        services.create_service(connection, "billing", start="beginning")
     patient = own is not None
     dsn = bounded(mom, replace(SHORT, lock_seconds=60)) if patient else mom
     received = engine(dsn, own)

@@ -380,7 +380,7 @@ def test_a_rollback_whose_marks_have_expired_is_refused_and_a_way_out_is_named(
     roll_back(lake, second)
     expire(lake, first)
     for forwarder in (one, other):  # a commit of the other's would hide it
-        with pytest.raises(Refused, match="rolled back, and how far it had got") as caught:
+        with pytest.raises(Refused, match="how far it had got by then has expired") as caught:
             store(lake, forwarder.chunk(forwarder.messages(1)))
         assert f"main to snapshot {third} again" in str(caught.value)
         assert f"remove its property saf.marks.{one.source}" in str(caught.value)

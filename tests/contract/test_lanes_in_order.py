@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
+import psycopg
 import pytest
 
 from saf.database import Dsn, fetch
 from saf.destinations import Chunk, Refusal, Stored
+from saf.destinations.marks import AGAIN, MAIN, Mark
 from saf.destinations.postgresql.inbox import PostgresInbox
+from saf.engine.acknowledged import not_parked
 from saf.errors import Unavailable
 from saf.failpoints import arm
 from saf.log.shards import shard_of
@@ -306,17 +311,29 @@ def test_what_is_sent_again_is_not_taken_for_new_because_others_wait_meanwhile(
     assert bodies(other) == ["stored", "of others"]
 
 
+def store_without_an_answer(
+    connection: psycopg.Connection[Any],
+    other: Dsn,
+    monkeypatch: pytest.MonkeyPatch,
+    cycle: Callable[[], object],
+) -> None:
+    """Forward a message for shipping, and lose the answer; billing has the same destination."""
+    route(connection, "shipping", "other")
+    route(connection, "billing", "other")
+    send_to(connection, "shipping", "stored", key="k")
+    with monkeypatch.context() as patch:
+        patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
+        cycle()
+    assert bodies(other) == ["stored"]
+
+
 def test_what_was_stored_before_its_service_went_is_not_parked_for_it(
     app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with connect(app) as connection, connect(other) as store:
-        route(connection, "shipping", "other")
-        route(connection, "billing", "other")
-        send_to(connection, "shipping", "stored", key="k")
-        with monkeypatch.context() as patch:
-            patch.setattr("saf.destinations.postgresql.inbox.PostgresInbox", AnswerLost)
-            run(app, mom=mom, other=other)
-        assert bodies(other) == ["stored"]
+        store_without_an_answer(
+            connection, other, monkeypatch, lambda: run(app, mom=mom, other=other)
+        )
         send_to(connection, "shipping", "not yet", key="k")
         send_to(connection, "billing", "known", key="k")
         run(app, mom=mom, other=other)
@@ -369,6 +386,48 @@ def test_what_was_stored_before_others_had_to_wait_for_their_service_is_no_alarm
         let_time_pass(app)
         assert run(app, mom=mom, other=other) == []
     assert bodies(other) == ["stored", "known", "not yet"]
+
+
+def test_what_was_stored_at_least_once_may_wait_for_its_service_since(
+    app: Dsn, mom: Dsn, other: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = forwarding_rules("at_least_once", 3, mom=mom, other=other)
+
+    def cycle() -> list[str | None]:
+        let_time_pass(app)
+        with Cycle(app, rules) as one:
+            return [receipt.error_kind for receipt in one.run() if receipt.error_kind]
+
+    with connect(app) as connection, connect(other) as store:
+        store_without_an_answer(connection, other, monkeypatch, cycle)
+        store.execute("INSERT INTO saf.service VALUES ('billing')")
+        cycle()
+        assert fetch(connection, "SELECT kind, subject FROM saf.parked") == [
+            ("service", "shipping")
+        ]
+
+        send_to(connection, "billing", "known", key="k")
+        assert cycle() == []
+        assert bodies(other) == ["stored", "known"]
+        store.execute("INSERT INTO saf.service VALUES ('shipping')")
+        assert cycle() == []
+    assert bodies(other) == ["stored", "known", "stored"]
+
+
+def test_what_waits_for_its_service_does_not_explain_a_mark_of_exactly_once(
+    app: Dsn, mom: Dsn
+) -> None:
+    with connect(app) as connection, connect(mom) as store:
+        store.execute("INSERT INTO saf.service VALUES ('billing')")
+        send_to(connection, "shipping", "waits", key="k")
+        run(app, mom=mom)
+        ((number, shard, opened_at),) = fetch(
+            connection, "SELECT subscription_id, shard, opened_at FROM saf.parked"
+        )
+        place = {lane: (lane, shard) for lane in (MAIN, AGAIN)}
+        mark = Mark(batch=1, position=1, opened_at=opened_at, acknowledged=True)
+        marks = dict.fromkeys(place.values(), mark)
+        assert not_parked(connection, number, "mom", marks) == [place[MAIN]]
 
 
 # What waited longest may find its way last: nothing that went before it takes it for stored

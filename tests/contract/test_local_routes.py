@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -25,7 +26,6 @@ from saf.routing import local
 from saf.routing.explain import explain
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route, add_topic, enable_route, remove_route
-from tests import dialogs
 from tests.pipeline import bodies, connect, forward, run
 from tests.routing import broker_id
 from tests.waits import until
@@ -112,7 +112,7 @@ def test_each_column_of_a_message_is_stored(shop: Dsn) -> None:
             key="k",
             headers={"a": 1},
             message_type="order",
-            deliver_at=datetime.now(UTC) + later,
+            deliver_at=datetime.now(UTC) - later,
             expires_at=datetime.now(UTC) + 2 * later,
         )
         enable_route(connection, "shop", service="feeds", enabled=False)
@@ -125,7 +125,26 @@ def test_each_column_of_a_message_is_stored(shop: Dsn) -> None:
     assert {name for name, value in zip(COLUMNS, stored[0], strict=True) if value is None} == empty
 
 
-def test_messages_for_other_services_brokers_and_dialogs_go_by_the_forwarder(
+def test_the_inbox_holds_what_is_due_later_unless_it_has_a_name_or_is_for_another(
+    shop: Dsn,
+) -> None:
+    later = datetime.now(UTC) + timedelta(days=1)
+    outbox = Outbox(allow_autocommit=True)
+    with connect(shop) as connection:
+        outbox.send(connection, "feeds", "here", deliver_at=later)
+        outbox.send(connection, "feeds", "named", name="n", deliver_at=later)
+        outbox.send(connection, "feeds", "other broker", to_broker=UUID(int=7), deliver_at=later)
+        outbox.send(connection, "billing", "other service", deliver_at=later)
+        assert fetch(connection, "SELECT body, deliver_at FROM saf.inbox") == [(b"here", later)]
+        held = "SELECT convert_from(body, 'UTF8') FROM saf.held ORDER BY held_id"
+        expected = [("named",), ("other broker",), ("other service",)]
+        assert fetch(connection, held) == expected
+        enable_route(connection, "shop", service="feeds", enabled=False)
+        outbox.send(connection, "feeds", "by the forwarder", deliver_at=later)
+        assert fetch(connection, held) == [*expected, ("by the forwarder",)]
+
+
+def test_messages_for_other_services_and_for_brokers_go_by_the_forwarder(
     shop: Dsn, mom: Dsn
 ) -> None:
     send(shop, "for billing", service="billing")
@@ -135,13 +154,6 @@ def test_messages_for_other_services_brokers_and_dialogs_go_by_the_forwarder(
     forward(shop, mom=mom, shop=shop)
     assert bodies(shop) == ["for this broker"]
     assert bodies(mom) == ["for billing"]
-
-
-def test_a_dialog_with_the_service_is_held_by_the_forwarder(shop: Dsn) -> None:
-    with connect(shop) as connection:
-        create_service(connection, dialogs.SHOP)
-    dialogs.begin(shop, {"amount": 1}, to_service="feeds")
-    assert (sent(shop), bodies(shop)) == (1, [])
 
 
 @every_postgresql

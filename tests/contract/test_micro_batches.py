@@ -172,7 +172,7 @@ def test_a_table_that_lacks_what_was_before_is_refused(table: Path) -> None:
     append(batches, 3, rows(3))
     with pytest.raises(NotThisStream, match=r"has no more than 2 of 'a query'.*micro-batch 4"):
         append(micro_batches(copy), 4, rows(4))
-    with pytest.raises(NotThisStream, match=r"has none of 'new'.*restored"):
+    with pytest.raises(NotThisStream, match=r"has none of 'new'.*was removed or restored"):
         append(batches, 1, rows(4), application="new")
     with pytest.raises(NotThisStream, match=r"has micro-batch 3 .* already.* comes with 0"):
         append(batches, 0, rows(4))

@@ -75,7 +75,7 @@ def quiet(app: Dsn) -> Iterator[SourceBroker]:
 
 
 def pending(broker: SourceBroker) -> bool:
-    return bool(broker.visit("mom", brief=False))
+    return bool(broker.visit("mom", brief=False).work)
 
 
 def test_a_quiet_source_is_asked_by_one_statement_that_reads_no_table(
@@ -198,14 +198,63 @@ def test_a_cursor_that_was_set_back_is_found_after_a_while(
     with connect(app) as connection, Cycle(app, forwarding_rules(mom=mom)) as cycle:
         send(connection, "1")
         cycle.run()
-        Looks(cycle.broker, monkeypatch)
+        looks = Looks(cycle.broker, monkeypatch)
         connection.execute("SELECT pg_current_xact_id()")
-        assert not cycle.broker.visit("mom", brief=False)
-        connection.execute("UPDATE saf.cursor SET done = '1:1:'")
-        assert not cycle.broker.visit("mom", brief=False)
+        assert not cycle.broker.visit("mom", brief=False).work
         monkeypatch.setattr(quiet_source, "SURE_SECONDS", 0.0)
-        cycle.broker._quiet._until = 0.0
-        assert cycle.broker.visit("mom", brief=False)
+        cycle.broker._quiet._until = time.monotonic()
+        for _ in range(3):  # once the cursors are known, they are compared instead
+            connection.execute("SELECT pg_current_xact_id()")
+            looks.count = 0
+            assert not cycle.broker.visit("mom", brief=False).work
+        assert looks.count == 0
+        monkeypatch.setattr(quiet_source, "SURE_SECONDS", 1e6)
+        connection.execute("SELECT pg_current_xact_id()")
+        assert not cycle.broker.visit("mom", brief=False).work
+        connection.execute("UPDATE saf.cursor SET done = '1:1:'")
+        assert not cycle.broker.visit("mom", brief=False).work
+        monkeypatch.setattr(quiet_source, "SURE_SECONDS", 0.0)
+        cycle.broker._quiet._until = time.monotonic()
+        assert cycle.broker.visit("mom", brief=False).work
+
+
+def test_cursors_are_compared_with_those_before_a_search(
+    quiet: SourceBroker, app: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quiet_source, "SURE_SECONDS", 0.0)
+    asked, member = quiet._quiet, quiet._member
+    assert member is not None
+    with connect(app) as other, app.connect(role="test", autocommit=True) as connection:
+
+        def lasts(*, searched: bool) -> bool:
+            other.execute("SELECT pg_current_xact_id()")
+            found = asked.lasts(connection, member)
+            if not found:
+                asked.nothing(searched=searched)
+            return found
+
+        assert [lasts(searched=True) for _ in range(3)] == [False, False, True]
+        asked.forget()
+        assert not any(lasts(searched=False) for _ in range(4))
+        asked.forget()
+        monkeypatch.setattr(quiet_source, "SURE_SECONDS", 1e6)
+        assert not lasts(searched=False)
+        asked._until = time.monotonic()
+        assert not asked.lasts(connection, member), "nobody has written, and nobody has searched"
+
+
+def test_a_renewed_lease_is_no_reason_to_search(
+    quiet: SourceBroker, app: Dsn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Looks(quiet, monkeypatch)
+    with connect(app) as connection:
+        quiet.lease_seconds = 1e-9
+        for _ in range(3):  # the looks after the first of these rely on the sequence
+            looks.count = 0
+            assert not pending(quiet)
+        assert looks.count == 0
+        send(connection, "1")
+        assert pending(quiet)
 
 
 def test_a_lane_is_tried_when_its_time_comes_though_nothing_was_written(app: Dsn, mom: Dsn) -> None:
@@ -217,5 +266,5 @@ def test_a_lane_is_tried_when_its_time_comes_though_nothing_was_written(app: Dsn
         connection.execute(
             "UPDATE saf.backoff SET next_attempt_at = clock_timestamp() + interval '1 s'"
         )
-        assert not cycle.broker.visit(None, brief=False)
-        assert until(lambda: cycle.broker.visit(None, brief=False)) < AT_ONCE_SECONDS
+        assert not cycle.broker.visit(None, brief=False).work
+        assert until(lambda: cycle.broker.visit(None, brief=False).work) < AT_ONCE_SECONDS

@@ -119,4 +119,4 @@ def test_a_purge_that_fails_is_said_and_stops_nothing(
     (said,) = [line for line in lines if line["event"] == "not_purged"]
     assert said["log_level"] == "warning"
     assert said["broker"] == "app"
-    assert "`saf doctor` shows who holds which lock" in said["error"]
+    assert "`saf doctor` shows who holds the lock" in said["error"]

@@ -274,6 +274,20 @@ def test_a_deep_backlog_of_transactions_that_overlap_is_read_in_the_order_of_ids
     assert len(got) + len(receive_all(inbox)) == everything[0][0]
 
 
+def test_a_deep_shard_of_many_small_transactions_is_read_in_few_batches(inbox: Dsn) -> None:
+    with inbox.connect(role="test") as writer:
+        for number in range(1000):
+            writer.execute(
+                "INSERT INTO saf.inbox (to_service, key, body) VALUES ('billing', 'k', %s)",
+                [str(number).encode()],
+            )
+            writer.commit()
+    assert receive_all(inbox, max_messages=100) == [str(number) for number in range(1000)]
+    with connect(inbox) as connection:
+        ((batches,),) = fetch(connection, "SELECT max(batch) FROM saf.cursor")
+    assert batches <= 1000 / reading.CUT_ROWS + 2
+
+
 # Side by side
 
 

@@ -640,6 +640,7 @@ def test_a_role_needs_the_rights_that_the_operations_page_names(app: Dsn, mom: D
         connection.execute(f"GRANT SELECT, USAGE ON SEQUENCE {sequences} TO {role}")
         connection.execute(f"GRANT DELETE ON {FORGOTTEN} TO {role}")
         connection.execute(f"GRANT INSERT, UPDATE ON saf.dropped TO {role}")
+        connection.execute(f"GRANT EXECUTE ON FUNCTION saf.forget_names TO {role}")
         purge_all(as_role, rotate_after_seconds=NOW)
         with pytest.raises(UsageError, match="outbox_0"):
             purge_all(as_role)

@@ -484,7 +484,11 @@ def test_a_message_that_waited_and_was_retried_is_still_the_one_that_was_signed(
             raise ZeroDivisionError
         effect(connection, message)
 
-    until(lambda: worker.drain() == 0 and len(effects(inbox)) == 2)
+    def forwarded_and_handled() -> bool:
+        run(app, mom=inbox)
+        return worker.drain() == 0 and len(effects(inbox)) == 2
+
+    until(forwarded_and_handled)
     assert dead(inbox) == [("fails", "failed")]
     assert sorted(effects(inbox)) == ["behind", "late"]
     fails = False

@@ -396,7 +396,7 @@ def _in_hand(inbox: Dsn) -> bool:
             fetch(
                 connection,
                 "SELECT FROM pg_stat_activity WHERE datname = current_database() "
-                "AND application_name = 'saf receive'",
+                "AND starts_with(application_name, 'saf receive')",
             )
         )
 

@@ -445,7 +445,7 @@ def optional(number: int) -> Message:
         "message_type": "null",
         "from_service": "shop",
         "to_broker": UUID(int=7),
-        "deliver_at": later,
+        "deliver_at": datetime(2001, 1, 1, tzinfo=UTC),
         "expires_at": later + timedelta(days=1),
         "headers": {"trace": None},
     }

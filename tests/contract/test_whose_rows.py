@@ -129,8 +129,8 @@ def test_a_lane_is_asked_for_made_due_and_forgotten_for_its_own_subscription(
     assert not backoff.any_due(source, others)
     source.execute("DELETE FROM saf.parked")
     backoff.forget(source, mine, [MINE])
-    assert not backoff.any_lane(source, mine)
-    assert backoff.any_lane(source, others)
+    asked = [fetch(source, backoff.ANY_LANE, {"subscription_id": one}) for one in (mine, others)]
+    assert asked == [[(False,)], [(True,)]]
     assert [backoff.summary(source, one).lanes for one in (mine, others)] == [0, 1]
     assert backoff.named(source, mine, [MINE]) == ()
     assert len(backoff.named(source, others, [MINE, OTHER])) == 1
@@ -264,7 +264,7 @@ def test_lanes_and_parked_messages_are_chosen_by_subscription_kind_and_subject(
         return [one.message_id.int for one in ParkedMessages(**which).rows(source)]  # type: ignore[arg-type]
 
     assert chosen(subject="billing") == [1, 4]
-    assert chosen(subject="billing", lane="service") == [1]
+    assert chosen(subject="billing", waits_for="service") == [1]
     assert chosen(subscription="billing") == [4]
     found = waiting.parked(source, subscription="forwarder")
     assert (found.lanes, found.messages) == (3, 3)

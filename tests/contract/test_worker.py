@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,11 @@ from structlog.testing import capture_logs
 import saf
 from saf.broker import services
 from saf.database import Dsn, fetch
-from saf.errors import ConfigurationError, Unexpected, UsageError
+from saf.errors import ConfigurationError, SchemaMissing, Unexpected, UsageError
 from saf.operating import decide
 from saf.receiving import retries
 from saf.receiving.hand import Reader
+from saf.receiving.receive import Receiver
 from saf.setaside.selection import DeadLetters
 from saf.setaside.waiting import Lanes, retry_now, undecided
 from tests.pipeline import connect
@@ -41,6 +42,8 @@ from tests.receivers import (
     writes_nothing_for,
 )
 from tests.waits import until
+
+AT_ONCE_SECONDS = 5.0
 
 
 class Picky:
@@ -298,7 +301,8 @@ def test_a_worker_goes_on_when_its_connections_are_cut(inbox: Dsn) -> None:
         with connect(inbox) as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                "WHERE datname = current_database() AND application_name = 'saf receive'"
+                "WHERE datname = current_database() "
+                "AND starts_with(application_name, 'saf receive')"
             )
         put(inbox, "2")
         while len(effects(inbox)) < 2:
@@ -334,7 +338,9 @@ def test_two_handlers_for_one_type_and_a_wrong_signature_are_refused_by_name(inb
         saf.Worker(inbox, SUBSCRIPTION, threads=0)
     unknown = saf.Worker(inbox, "nobody")
     unknown.handler()(first)
-    with pytest.raises(ConfigurationError, match="no subscription 'nobody' here, only 'billing'"):
+    with pytest.raises(
+        ConfigurationError, match=r"has no subscription 'nobody'\. It has 'billing'"
+    ):
         unknown.run()
 
 
@@ -439,10 +445,35 @@ def test_sigterm_while_a_process_is_started_ends_that_one_too() -> None:
     assert time.monotonic() - before < 40
 
 
+def test_a_database_without_the_schema_is_named(
+    inbox: Dsn, new_database: Callable[[str], Dsn]
+) -> None:
+    def handle(message: saf.Received, connection: Any) -> None:
+        del message, connection
+
+    bare = new_database("bare")
+    engine = bare.engine()
+    for where in (bare, engine):
+        receiver = saf.Worker(where, SUBSCRIPTION)
+        receiver.handler()(handle)
+        for drain in (True, False):
+            with pytest.raises(SchemaMissing, match=f"{bare.database}' has no saf schema"):
+                receiver.run(drain=drain)
+    engine.dispose()
+    receiver = saf.Worker(inbox, SUBSCRIPTION)
+    receiver.handler()(handle)
+    with connect(inbox) as connection:
+        connection.execute("ALTER TABLE saf.cursor RENAME TO gone")
+    with pytest.raises(ConfigurationError, match="its schema saf is incomplete"):
+        receiver.run()
+
+
 def test_a_worker_that_cannot_be_found_is_named(inbox: Dsn, module: Path) -> None:
+    (module / "broken.py").write_text("import os\nos.environ['MOM_DSN']\n")
     for which, said in (
         ("consumers", "expected MODULE:WORKER"),
         ("nowhere:worker", "no module 'nowhere' here"),
+        ("broken:worker", "broken.py, line 2: KeyError: 'MOM_DSN'"),
         ("consumers:other", "'other' in consumers is neither saf.Worker nor saf.Processors, but 7"),
     ):
         done = run(
@@ -452,3 +483,26 @@ def test_a_worker_that_cannot_be_found_is_named(inbox: Dsn, module: Path) -> Non
         )
         assert done.returncode == 2
         assert said in done.stderr
+
+
+def test_idle_threads_take_turns(inbox: Dsn, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    quiet = Receiver._still_quiet
+
+    def counted(receiver: Receiver) -> bool:
+        asked.append(time.monotonic())
+        return quiet(receiver)
+
+    monkeypatch.setattr(Receiver, "_still_quiet", counted)
+    worker = Picky(inbox, threads=40).worker
+    with running(worker):
+        time.sleep(4)  # by now, the pauses are the longest
+        before = len(asked)
+        time.sleep(2)
+        assert 10 < len(asked) - before < 60, "each of 40 by itself would ask twice a second"
+        put(inbox, "1")
+        until(lambda: worker.summary.handled == 1, AT_ONCE_SECONDS)
+        store(inbox, 200, 1)
+        until(lambda: worker.summary.handled == 201)
+        began = time.monotonic()
+    assert time.monotonic() - began < AT_ONCE_SECONDS, "those without a turn stop, too"

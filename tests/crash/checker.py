@@ -34,6 +34,7 @@ SELECT (SELECT count(*) FROM saf.outbox o JOIN saf.cursor c USING (shard)
         WHERE s.log = 'outbox' AND NOT pg_visible_in_snapshot(o.txid, c.done)
           AND (pg_visible_in_snapshot(o.txid, c.open) AND o.id <= c.position) IS NOT TRUE)
      + (SELECT count(*) FROM saf.parked)
+     + (SELECT count(*) FROM saf.held WHERE due IS NOT NULL)
 """
 RECEIVED = "SELECT body FROM effect ORDER BY number"
 

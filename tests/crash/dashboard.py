@@ -29,6 +29,7 @@ PAGES = (
     "/charts",
     "/pending",
     "/outbox",
+    "/held",
     "/parked",
     "/",
     "/parked/messages",
@@ -40,7 +41,7 @@ PAGES = (
     "/audit",
     "/doctor",
 )
-HONEST = "is unavailable"
+HONEST = ("is unavailable", "does not answer")
 """What a page of status 503 says of a database that does not answer."""
 ANSWERED_SECONDS = 30.0
 PAUSE_SECONDS = 0.05
@@ -102,7 +103,9 @@ def wrong(answer: httpx.Response | None) -> str:
     """Why somebody should not have been answered so; empty if all is well."""
     if answer is None:
         return f"no answer in {ANSWERED_SECONDS:.0f} s"
-    honest = answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and HONEST in answer.text
+    honest = answer.status_code == httpx.codes.SERVICE_UNAVAILABLE and any(
+        words in answer.text for words in HONEST
+    )
     if not answer.is_server_error or honest:
         return ""
     return f"{answer.status_code}: {' '.join(answer.text.split())[:200]}"

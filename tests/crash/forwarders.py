@@ -7,14 +7,20 @@ import subprocess
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psycopg
 
+from saf.config import Settings
 from saf.database import Dsn
+from saf.destinations.settings import DestinationSettings
 from saf.engine.work import Receipt, Work
-from saf.errors import Fenced, Restored, Unavailable
+from saf.errors import Fenced, Restored, SafError, Unavailable
+from saf.forwarding.forwarder import Forwarder
+from saf.forwarding.runner import InProcess
+from saf.forwarding.summary import Summary
 from saf.operating.maintenance import purge_broker
 from saf.setaside import parking
 from tests.crash.evaluated import run_transforming, transforming_rules
@@ -96,6 +102,38 @@ def forwarder(  # noqa: PLR0917 - a process's arguments have no names
                 file.writelines(f"{' '.join(line.split())}\n" for line in refused)
         if refused or not receipts:
             time.sleep(0.1)
+
+
+def looping_forwarder(
+    app: Dsn, destinations: Mapping[str, Dsn | DestinationSettings], chunk_rows: int, refusals: Path
+) -> None:
+    """Loop a whole forwarder without Spark: visits forward little work, and tasks the rest."""
+    listen()
+    hurry()
+    options = {"lease_seconds": LEASE_SECONDS, "interval_seconds": 0.1, "chunk_rows": chunk_rows}
+    settings = Settings.model_validate(
+        {
+            "brokers": {"app": {"dsn": app.conninfo}},
+            "destinations": {
+                name: {"dsn": place.conninfo} if isinstance(place, Dsn) else place
+                for name, place in destinations.items()
+            },
+            "forwarder": options,  # no default destination, so that a route can be missing
+        }
+    )
+
+    def report(summary: Summary) -> None:
+        refused = [one for one in summary.problems if one["kind"] in REFUSED]
+        if refused:
+            with refusals.open("a") as file:
+                file.writelines(
+                    f"{one['kind']}: {' '.join(one['error'].split())}\n" for one in refused
+                )
+
+    while True:
+        with suppress(SafError):
+            Forwarder(settings, InProcess()).loop(report)
+        time.sleep(0.05)  # as in `forwarder`, if the source does not answer
 
 
 def spark_forwarder(

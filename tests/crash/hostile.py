@@ -12,7 +12,7 @@ import json
 import random
 import secrets
 import time
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 
 from saf.broker.grants import Kind, grant
-from saf.database import Dsn
+from saf.database import Dsn, fetch
+from tests.crash.named import NOW
 from tests.crash.plan import QUALITIES, Plan
 
 ROLE = "crash_sender"
@@ -99,6 +100,7 @@ def _send(connection: psycopg.Connection[Any], chance: random.Random) -> None:
     token = secrets.token_hex(4)
     account, fate = f"{service}-odd-{token}", chance.random()
     odd: dict[str, object] = {}
+    ((now,),) = fetch(connection, NOW)  # the database's clock may have gone back
     if fate < 0.3:
         odd["key"] = chance.choice((*ODD_TEXTS, "k" * 255))
     elif fate < 0.5:
@@ -108,11 +110,11 @@ def _send(connection: psycopg.Connection[Any], chance: random.Random) -> None:
     elif fate < EXPIRED[0]:
         odd["message_type"] = chance.choice(("x", "é", "saf-like", "'"))
     elif fate < EXPIRED[1]:
-        odd["expires_at"] = datetime.now(UTC) - chance.choice((timedelta(0), timedelta(days=9999)))
+        odd["expires_at"] = now - chance.choice((timedelta(0), timedelta(days=9999)))
     elif fate < 0.9:
-        odd["expires_at"] = datetime.now(UTC) + FAR
+        odd["expires_at"] = now + FAR
     else:
-        odd["deliver_at"] = datetime.now(UTC) + timedelta(milliseconds=chance.randint(-500, 500))
+        odd["deliver_at"] = now + timedelta(milliseconds=chance.randint(-500, 500))
     connection.execute(NOTE, [account, token, service, EXPIRED[0] <= fate < EXPIRED[1]])
     row = {"to_service": service, "body": f"{account} 1 {token} odd".encode(), **odd}
     connection.execute(

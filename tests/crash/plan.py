@@ -50,6 +50,9 @@ SPARK_EVERY = 25
 """Each round of so many is one of those."""
 TRANSFORMS = 0.5
 """The share of those in which forwarders transform messages."""
+LOOPING = 0.6
+NAMES = 0.7
+"""The share of the rounds with whole forwarders in which writers also send by name."""
 TRANSFORMS_WITHOUT_SPARK = 0.2
 """The share of the others, in which plain Python does what Spark does there."""
 TRANSFORMS_SET_BACK = 0.35
@@ -136,6 +139,10 @@ class Plan:
     """The first forwarder's wall clock is an hour ahead."""
     spark: bool
     """Forwarders are whole Spark jobs; else the same steps, in one process each."""
+    names: bool = False
+    """Writers also send by name, later, and take back."""
+    looping: bool = False
+    """Forwarders are whole forwarders without Spark; else their steps, one after the other."""
     dialogs: bool
     """The application and the MOM store talk, both ways."""
     hubs: int = 0
@@ -205,7 +212,7 @@ def plan(seed: int, number: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
     if made.dialogs:
         made = replace(made, faults=(*faults, replace(faults[-1], kind=SILENCE)))
     made = _transforms(visited(set_back(_more(made))), TRANSFORMS_WITHOUT_SPARK)
-    return _moved(_clock_back(made))
+    return _named(_looping(_moved(_clock_back(made))))
 
 
 def transformed(seed: int, number: int) -> tuple[str, ...]:
@@ -272,6 +279,19 @@ def _moved(made: Plan) -> Plan:
     if chance.random() >= MOVE or {*SET_BACKS} & {fault.kind for fault in made.faults}:
         return made
     return _with(made, chance, chance.choice(MOVES), last=True)
+
+
+def _looping(made: Plan) -> Plan:
+    """Perhaps with whole forwarders; transforms need Spark there."""
+    chance = random.Random(f"{made.seed} {made.round} looping")
+    return replace(made, looping=not made.transforms and chance.random() < LOOPING)
+
+
+def _named(made: Plan) -> Plan:
+    """Perhaps with names, which whole forwarders move; a copy of the database would have both."""
+    chance = random.Random(f"{made.seed} {made.round} names")
+    back = {*SET_BACKS, *MOVES} & {fault.kind for fault in made.faults}
+    return replace(made, names=made.looping and not back and chance.random() < NAMES)
 
 
 def _kept(made: Plan) -> Plan:

@@ -15,10 +15,10 @@ from psycopg import sql
 
 from saf.database import Dsn
 from saf_demo.servers import free_port
-from tests.crash import consumers, dashboard, faults, set_backs, stall, streams
+from tests.crash import consumers, dashboard, faults, named, set_backs, stall, streams
 from tests.crash.bugs import with_bug
 from tests.crash.checker import left, unreceived
-from tests.crash.forwarders import forwarder, purger, spark_forwarder
+from tests.crash.forwarders import forwarder, looping_forwarder, purger, spark_forwarder
 from tests.crash.hearing import unheard
 from tests.crash.hostile import hostile
 from tests.crash.hubs import router
@@ -179,6 +179,9 @@ class Round:
             arguments = (self.app, stores, self.plan.chunk_rows, self.site.folder, more)
             process = start(with_bug, self.bug, spark_forwarder, *arguments)
             return process, self.start_forwarder
+        if self.plan.looping and not self.bug:
+            rows, refusals = self.plan.chunk_rows, self.refusals.file
+            return start(looping_forwarder, self.app, stores, rows, refusals), self.start_forwarder
         process = self._forwarder(self.app, stores, skewed, self.plan.transforms)
         return process, self.start_forwarder
 
@@ -249,6 +252,7 @@ class Round:
                 "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()"
             ).fetchall():
                 connection.execute(sql.SQL("COMMIT PREPARED {}").format(sql.Literal(gid)))
+            connection.execute(named.SOON)
 
     def _wait_for_the_writers(self) -> None:
         """Until each has done what it was to do at most."""

@@ -20,17 +20,21 @@ import psycopg
 
 from saf import Outbox, SafError
 from saf.database import Dsn
+from tests.crash import named
 from tests.crash.plan import QUALITIES, Plan
 from tests.crash.talks import talk
 
 ACCOUNTS = [f"{service}-{number}" for service in QUALITIES for number in range(3)]
 
-TABLES = """
+TABLES = (
+    """
 CREATE TABLE account (id text PRIMARY KEY, version int NOT NULL);
 CREATE TABLE sent (
     account text, n int, token text NOT NULL, service text NOT NULL, poison bool NOT NULL,
     mortal bool NOT NULL, PRIMARY KEY (account, n));
 """
+    + named.TABLES
+)
 KINDS = ("commit", "commit", "commit", "rollback", "savepoint", "late", "prepared")
 PADDING = "." * 400
 MOMENT = timedelta(milliseconds=300)
@@ -77,6 +81,8 @@ def _transaction(connection: psycopg.Connection[Any], chance: random.Random, pla
         )
         if kind == "late":
             time.sleep(chance.uniform(0.0, 0.15))
+    if plan.names and chance.random() < 0.5:
+        named.by_name(connection, chance, PADDING)
     if plan.dialogs and chance.random() < 0.5:
         talk(connection, chance, by_hub=plan.hubs > 0 and chance.random() < 0.5)
     if kind == "prepared":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import os
 import re
@@ -345,3 +346,12 @@ def test_a_migration_shows_what_it_is_at(new_database: Callable[[str], Dsn], fol
     shown, out = on_a_terminal(folder, empty, "migrate", "--dsn", empty.conninfo)
     assert f"migrating {empty.database}" in shown
     assert out.startswith(f"{empty.database}: saf schema ")
+
+
+def test_the_garbage_collector_leaves_out_what_a_process_has_loaded_at_its_start() -> None:
+    gc.unfreeze()
+    try:
+        alive.Alive("saf worker", "reads")
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()

@@ -360,7 +360,7 @@ def test_the_first_services_say_whose_messages_will_wait(folder: Path, mom: Dsn)
         ("[broker.mom]", "unknown setting broker (did you mean 'brokers'?)"),
         ("[brokers.mom]\nservice = ['a']", "unknown setting brokers.mom.service (did you mean"),
         ("[brokers.mom]\nservices = ['a', 'a']", "brokers.mom: service a appears twice"),
-        ("[brokers.mon]\nservices = ['a']", "no [brokers.mon]"),
+        ("[brokers.mon]\nservices = ['a']", "plan.toml: broker mon: no [brokers.mon]"),
         ("[[brokers.shop.routes]]\ndestination = 'mon'", "did you mean 'mom'?"),
         ("[brokers.shop.grants]\na = ['reader']", "brokers.shop.grants.a.0: Input should be"),
         ("[brokers.shop]\nservices = ['a']\n[brokers.mom]\nservices = ['a']", None),

@@ -1,8 +1,4 @@
-"""docs/troubleshooting.md at night: each symptom is caused for real, and its section ends it.
-
-A test breaks something, finds the heading's quoted text in what saf prints, runs the section's
-commands as they stand, and checks that every message has arrived once.
-"""
+"""docs/troubleshooting.md at night: each symptom is caused for real, and its section ends it."""
 
 from __future__ import annotations
 
@@ -22,13 +18,13 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from psycopg.errors import AdminShutdown
 
-from saf import receive
 from saf.broker.embedded import EmbeddedServer, programs
 from saf.broker.grants import Kind, grant
 from saf.broker.migrate import migrate
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf_demo.servers import free_port
+from tests import symptoms
 from tests.certificates import certificate
 from tests.earlier import put_back
 from tests.needed import absent, needed
@@ -40,18 +36,18 @@ from tests.programs import (
     INSTALLED,
     configuration,
     environment,
-    received,
     run,
     saf,
     send,
 )
 from tests.restored import VERSION
 from tests.ring import leave_slot
+from tests.symptoms import AGAIN, OPERATOR, PAGE, arrived, forward, handle, purging
 from tests.waits import BLOCKED, until
 
 pytestmark = pytest.mark.full
 
-OPERATOR, AGAIN, KILLED = 2, 75, 128 + signal.SIGKILL
+KILLED = 128 + signal.SIGKILL
 DISK = "40m"
 MIB = 2**20
 
@@ -64,7 +60,7 @@ def folder(app: Dsn, mom: Dsn, tmp_path: Path) -> Path:
 
 def section(name: str) -> tuple[list[str], str]:
     """Return the texts that a section's heading quotes, and the section's commands."""
-    parts = re.split(r"^(?=##+ )", page("troubleshooting.md"), flags=re.MULTILINE)
+    parts = re.split(r"^(?=##+ )", page(PAGE), flags=re.MULTILINE)
     (part,) = (part for part in parts if f"<!-- test: {name} -->\n" in part)
     heading, _, rest = part.partition("\n")
     (script,) = blocks(rest, name)
@@ -74,50 +70,17 @@ def section(name: str) -> tuple[list[str], str]:
 def seen(name: str, printed: str) -> None:
     """Check that saf prints what the section's heading quotes."""
     quoted, _ = section(name)
-    assert quoted
-    for text in quoted:
-        pattern = ".*".join(map(re.escape, text.split("…")))
-        assert re.search(pattern, printed), f"{text!r} is not in {printed!r}"
+    symptoms.seen(quoted, printed)
 
 
-def follow(name: str, folder: Path, app: Dsn, mom: Dsn, *, path: str = "", **filled: str) -> str:
+def follow(name: str, folder: Path, app: Dsn, mom: Dsn, *, path: str = "", **values: str) -> str:
     """Run a section's commands, with these values for its words in capitals."""
     _, script = section(name)
-    for word, value in filled.items():
-        assert word in script
-        script = re.sub(rf"\b{word}\b", value, script)
-    return shell(script, folder, app, mom, path=path)
-
-
-def forward(folder: Path, expected: int, **env: str) -> str:
-    """Run `saf forward`, and return what it printed on standard error."""
-    done = saf("forward", cwd=folder, env=env)
-    assert done.returncode == expected, done.stdout + done.stderr
-    return done.stderr
-
-
-def arrived(mom: Dsn) -> list[str]:
-    """Return the bodies in the store."""
-    return [body for _, body in received(mom)]
-
-
-def purging(folder: Path) -> Path:
-    """Let a purge keep nothing for its age."""
-    with (folder / "saf.toml").open("a") as file:
-        file.write("[purge]\nretention_seconds = 0\n")
-    return folder
-
-
-def handle(mom: Dsn) -> None:
-    """Receive all that the service has."""
-    received_any = True
-    while received_any:
-        with receive(mom, "billing") as delivery:
-            received_any = bool(list(delivery))
+    return shell(symptoms.filled(script, values), folder, app, mom, path=path)
 
 
 def test_each_section_is_followed() -> None:
-    night = page("troubleshooting.md").partition("## At night\n")[2].partition("\n## ")[0]
+    night = page(PAGE).partition("## At night\n")[2].partition("\n## ")[0]
     followed = re.findall(r'\bfollow\(\s*"([\w-]+)"', Path(__file__).read_text())
     assert sorted(followed) == sorted(re.findall(r"<!-- test: ([\w-]+) -->", night))
     assert len(re.findall("^### ", night, re.MULTILINE)) == len(followed) - len(["reload"])

@@ -193,6 +193,24 @@ def test_forward_ends_with_2_on_a_database_without_the_schema(
     assert f"database '{bare.database}' has no saf schema: run `saf migrate" in done.stderr
 
 
+def test_a_run_names_what_waits_for_a_destination_that_was_fixed(
+    tmp_path: Path, app: Dsn, mom: Dsn, new_database: Callable[[str], Dsn]
+) -> None:
+    send(app, 1)
+    file = tmp_path / "saf.toml"
+    configuration(file, {"app": app}, {"mom": new_database("bare")})
+    assert saf("forward", cwd=tmp_path).returncode == USAGE
+    configuration(file, {"app": app}, {"mom": mom})
+    done = saf("forward", cwd=tmp_path)
+    assert done.returncode == TRY_AGAIN
+    waits, again = done.stderr.splitlines()
+    assert waits.startswith("saf: messages wait for destination 'mom', next attempt 2")
+    assert "; last error: database '" in waits
+    assert again == "saf: to try again now: `saf parked retry-now`, then `saf forward`"
+    saf("parked", "retry-now", cwd=tmp_path)
+    assert "(mom: 1)" in saf("forward", cwd=tmp_path).stdout
+
+
 def test_help_has_the_table_of_exit_codes_and_so_has_the_page() -> None:
     page = (ROOT / "docs" / "operations.md").read_text()
     helps = [" ".join(saf(*words, "--help").stdout.split()) for words in ([], ["forward"])]
@@ -249,7 +267,7 @@ def test_status_shows_people_a_table_with_a_line_per_broker_and_per_shard(
     assert overview.returncode == DONE, overview.stderr
     (row,) = (line for line in overview.stdout.splitlines() if "shop" in line)
     assert "1,234" in row
-    assert "nobody: 64" in row
+    assert "no running forwarder owns shards 0-63" in row
     assert "billing" in overview.stdout
 
     shards = saf("status", "--shards", cwd=tmp_path, env={"COLUMNS": "120"})
@@ -342,6 +360,25 @@ def test_a_wrong_password_is_said_and_not_shown(own_server: EmbeddedServer, tmp_
     assert status.returncode == USAGE
     assert "password authentication failed" in status.stderr
     assert CANARY not in status.stdout + status.stderr
+
+
+INTERRUPTED_IMPORT = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "saf.cli.console":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt)
+runpy.run_module("saf", run_name="__main__")
+"""
+
+
+def test_a_command_that_is_interrupted_while_it_starts_ends_in_silence(tmp_path: Path) -> None:
+    done = run([sys.executable, "-c", INTERRUPTED_IMPORT], cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_output_that_nobody_reads_ends_quietly(app: Dsn, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,12 @@ from saf.cli.dialog import _read
 from saf.database import Dsn, fetch
 from saf.dialogs.statements import TRANSITIONS, Code
 from saf.errors import ConfigurationError
-from tests.dialogs import SHOP, WAREHOUSE, forward, receive, said, states
+from tests.dialogs import SHOP, WAREHOUSE, forward, receive, said, say, states
+from tests.dialogs import begin as begin_dialog
 from tests.pipeline import connect
 from tests.programs import BIN, ROOT, activated, configuration, environment, run
 from tests.programs import saf as run_saf
+from tests.waits import until
 
 PAGE = (ROOT / "docs" / "conversations.md").read_text()
 USAGE = 2
@@ -79,6 +82,34 @@ def test_the_shop_and_the_warehouse_do_what_the_page_says(folder: Path, app: Dsn
     assert states(mom) == ["disconnected_outbound"]
     forward(app, mom)
     assert said(receive(app, SHOP)) == ['{"delivered":2}', "saf/end-dialog"]
+
+
+def test_two_services_of_one_database_talk_without_a_forwarder(folder: Path, app: Dsn) -> None:
+    toml = folder / "saf.toml"
+    toml.write_text(toml.read_text() + f'\n[destinations.shop]\ndsn = "{app.conninfo}"\n')
+    out = shell(folder, "local")
+    assert out.count("in force, local") == 2
+    dialog = begin_dialog(app, "1", from_service="isbn-client", to_service="isbn-lookup")
+    assert said(receive(app, "isbn-lookup")) == ["1"]
+    say(app, dialog, "2")
+    assert said(receive(app, "isbn-lookup")) == ["2"]
+    worker = saf.Worker(app, "isbn-lookup")
+
+    @worker.handler("lookup")
+    def lookup(message: saf.Received, connection: Any) -> None:
+        assert message.dialog is not None
+        message.dialog.send(connection, "a title of " + message.text(), message_type="title")
+
+    (code,) = blocks("wait")
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=environment(SHOP_DSN=app.conninfo),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as program:
+        until(lambda: worker.drain() == 1)
+        out, _ = program.communicate()
+    assert out == "a title of 978-3-16-148410-0\n"
 
 
 def test_a_large_file_arrives_as_it_was(folder: Path, app: Dsn, mom: Dsn) -> None:

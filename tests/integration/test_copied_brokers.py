@@ -14,7 +14,7 @@ from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from saf.config import load
-from saf.database import Dsn
+from saf.database import Dsn, fetch
 from saf.errors import UsageError
 from saf.forwarding.roster import Roster
 from saf.operating.repair.new_id import give_new_id
@@ -40,7 +40,8 @@ def copy(config: Path, app: Dsn) -> Iterator[Dsn]:
 
 @pytest.fixture
 def config(tmp_path: Path, app: Dsn, mom: Dsn) -> Path:
-    """A source that has forwarded some of its messages; others wait, one without a route."""
+    """A source that has forwarded some of its messages; others wait, one without a route, and one
+    is held."""
     file = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom}, use_spark="auto")
     with connect(app) as connection, connect(mom) as store:
         store.execute("INSERT INTO saf.service VALUES ('billing')")
@@ -52,6 +53,7 @@ def config(tmp_path: Path, app: Dsn, mom: Dsn) -> Path:
     assert forwarded(file)["exit_code"] == 0
     with connect(app) as connection:
         send(connection, "pending", key="k")
+        connection.execute("SELECT saf.send('billing', 'held', deliver_at => '2199-01-01')")
     return file
 
 
@@ -72,6 +74,8 @@ def test_a_copy_is_refused_by_name_and_is_a_broker_of_its_own_after_new_id(
     for there, body in ((app, "of app"), (copy, "of copy")):
         with connect(there) as connection:
             send(connection, body, key="k")
+    with connect(copy) as connection:
+        connection.execute("SELECT saf.send('billing', 'held here', deliver_at => '2199-01-01')")
     run = forwarded(config)
     assert run["exit_code"] == 2
     (problem,) = run["problems"]
@@ -84,8 +88,10 @@ def test_a_copy_is_refused_by_name_and_is_a_broker_of_its_own_after_new_id(
     assert one["cure"] == "saf broker new-id --broker copy"
     cured = saf(*shlex.split(one["cure"])[1:], "--config", config)
     assert cured.returncode == 0, cured.stderr
-    assert "2 messages left for app to send" in cured.stdout
-    assert "1 message of its own still to send" in cured.stdout
+    assert "3 messages left for app to send" in cured.stdout
+    assert "2 messages of its own still to send" in cured.stdout
+    with connect(copy) as connection:
+        assert fetch(connection, "SELECT body FROM saf.held") == [(b"held here",)]
 
     assert found(config) == []
     run = forwarded(config)

@@ -16,6 +16,7 @@ from tests.object_store import ObjectStore
 from tests.programs import saf
 from tests.rabbitmq_server import RabbitmqServer
 from tests.redis_server import redis_server
+from tests.schema_registry import schema_registry
 
 
 def configuration(folder: Path, app: Dsn, destination: str) -> None:
@@ -101,6 +102,28 @@ def test_it_says_what_a_kafka_cluster_gives_and_whether_it_can_be_used(
     assert "destination 'there' is unavailable" in gone.stderr
     assert "Connection refused" in gone.stderr
     assert "%3|" not in gone.stderr
+
+
+@pytest.mark.full
+def test_it_asks_the_schema_registry_of_a_kafka_cluster(
+    app: Dsn, tmp_path: Path, running_kafka: KafkaServer
+) -> None:
+    queue = KafkaQueue(server=running_kafka)
+    there = (
+        f'kind = "kafka"\nbrokers = "{running_kafka.address}"\nmarks_topic = "{queue.marks}"\n'
+        'topic = "orders"\nformat = "avro"\n'
+    )
+    with schema_registry() as registry:
+        configuration(tmp_path, app, f'{there}schema_registry = "{registry.address}"')
+        refused = saf("destination", "check", "there", cwd=tmp_path)
+        assert refused.returncode == 2
+        assert f"schema registry {registry.address}: " in refused.stderr
+        assert "Register a schema for subject 'orders-value'" in refused.stderr
+        registry.register("orders-value", {"schema": '{"type": "string"}'})
+        assert saf("destination", "check", "there", cwd=tmp_path).returncode == 0
+    gone = saf("destination", "check", "there", cwd=tmp_path)
+    assert gone.returncode == 75
+    assert f"schema registry {registry.address}: " in gone.stderr
 
 
 @pytest.mark.full

@@ -330,7 +330,7 @@ def test_its_commands_forward_to_a_folder(app: Dsn, tmp_path: Path) -> None:
     said = saf("reconcile", env=env, cwd=tmp_path)
     assert said.returncode == 0, said.stderr
     assert "destination 'lake' was not compared: " in said.stdout
-    assert "60 messages are not compared" in said.stdout
+    assert "60 messages were not compared" in said.stdout
     again = saf("replay", "--dry-run", env=env, cwd=tmp_path)
     assert "nothing lost; nothing to lake, which was not compared: " in again.stdout
     status = saf("status", "--json", env=env, cwd=tmp_path)
@@ -338,7 +338,7 @@ def test_its_commands_forward_to_a_folder(app: Dsn, tmp_path: Path) -> None:
     assert "no destination of saf.toml is a broker" in (
         saf("service", "create", "x", env=env, cwd=tmp_path).stderr
     )
-    assert "of kind 'jsonl', and no broker" in (
+    assert "of kind 'jsonl' is not a broker" in (
         saf("dialog", "list", "--broker", "lake", env=env, cwd=tmp_path).stderr
     )
     well = json.loads(saf("doctor", "--json", env=env, cwd=tmp_path).stdout)["findings"]
@@ -347,7 +347,9 @@ def test_its_commands_forward_to_a_folder(app: Dsn, tmp_path: Path) -> None:
     (tmp_path / "lake").rename(tmp_path / "away")
     doctor = saf("doctor", env=env, cwd=tmp_path)
     assert doctor.returncode != 0
-    assert "destination 'lake': reachable: No such file or directory" in doctor.stdout
+    shown = " ".join(doctor.stdout.split())
+    gone = r"error: destination 'lake': .*No such file or directory.*\[reachable\]"
+    assert re.search(gone + r" fix: make it reachable, or correct \[destinations\.lake\]", shown)
 
 
 @pytest.fixture

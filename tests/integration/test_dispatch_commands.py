@@ -86,7 +86,7 @@ def test_an_endpoint_that_somebody_has_locked_is_tried_again_later(
         ):
             done = saf("endpoint", *command, "--config", config)
             assert done.returncode == 75, (command, done.stderr)
-            assert "the database of endpoint 'billing' is unavailable" in done.stderr
+            assert "the database of endpoint 'billing' does not answer" in done.stderr
 
 
 def test_a_loop_learns_of_endpoints_that_are_added_and_removed(

@@ -306,6 +306,24 @@ def test_a_worker_handles_messages_until_it_is_told_to_stop(
     assert 1 <= output.count("handled") <= int(processes)
 
 
+INTERRUPTED_TWICE = """
+import atexit, os, signal
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("module", ["models", "consumers"])
+def test_a_worker_that_is_interrupted_while_it_starts_ends_in_silence(
+    migrated_project: Project, module: str
+) -> None:
+    project = migrated_project
+    file = project.folder / "shop" / f"{module}.py"
+    file.write_text(file.read_text() + INTERRUPTED_TWICE)
+    done = project.manage("saf_worker", "shop.consumers:worker", code=130)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 def test_a_worker_receives_from_the_database_of_an_alias(migrated_project: Project) -> None:
     project = migrated_project
     project.write(

@@ -16,13 +16,14 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from saf import Worker, create_service
+from saf import Worker, create_service, receive
 from saf.broker.embedded import EmbeddedServer
 from saf.broker.grants import Kind, grant
 from saf.broker.migrate import migrate
-from saf.broker.services import subscription
+from saf.broker.senders import add_senders
+from saf.broker.services import set_fairness, subscription
 from saf.config import Broker, Settings, Waits, load
 from saf.database import Dsn, fetch
 from saf.destinations.postgresql import Postgresql
@@ -231,8 +232,12 @@ def test_who_has_sent_and_not_committed_is_named_without_what_the_query_holds(ap
         )
         severity, what, cure = the(diagnosis("long_transactions", app))
         assert severity == "warning"
-        assert f"pid {slow.info.backend_pid} ('saf slow report', user 'postgres', idle in" in what
-        assert "INSERT INTO saf.outbox (to_service, body) VALUES (" in what
+        assert what.startswith(
+            f"pid {slow.info.backend_pid} (saf slow report, user postgres) has had a transaction "
+            "open for "
+        )
+        assert "; idle in an open transaction since 20" in what
+        assert what.endswith("; last statement: INSERT INTO saf.outbox (to_service, body) VALUES (")
         assert "holds up the messages it has sent, the purge of the outbox, vacuum" in what
         assert f"pg_terminate_backend({slow.info.backend_pid})" in cure
         assert "secret" not in str(examined(app))
@@ -274,7 +279,7 @@ def test_a_role_without_pg_read_all_stats_says_what_it_could_not_see(
         assert (severity, "are hidden from this role" in what) == ("warning", True)
         execute(app, cure)
         assert diagnosis("sight", role) == []
-        assert "'saf hidden'" in the(diagnosis("long_transactions", role))[1]
+        assert "(saf hidden, user" in the(diagnosis("long_transactions", role))[1]
 
 
 # The broker
@@ -290,7 +295,7 @@ def test_rights_that_a_forwarder_lacks_are_named_with_the_command_that_gives_the
     assert "SELECT on saf.outbox," in what
     assert "saf.cursor" not in what, "a receiver has those"
     name = str(role.parts["user"])
-    assert f"saf grant --role forwarder {name}," in cure
+    assert f"saf grant --role forwarder {name} --dsn 'host=" in cure
     with connect(app) as connection:
         grant(connection, name, [Kind.FORWARDER])
     assert diagnosis("rights", role) == []
@@ -300,11 +305,20 @@ def test_what_the_role_may_not_look_at_is_said_and_the_rest_is_examined(
     app: Dsn, new_role: Callable[..., Dsn]
 ) -> None:
     role = new_role(app, Kind.FORWARDER)
-    severity, what, cure = the(diagnosis("dead_letters", role))
+    severity, what, cure = the(diagnosis("not_checked", role))
     assert severity == "warning"
-    assert what.startswith("could not check: permission denied for table dead_letter")
+    assert what.startswith("not checked because of missing rights: ")
+    assert "dead_letters" in what
+    assert what.count("permission denied for table dead_letter") == 1
     assert "saf grant --role operator" in cure
     assert diagnosis("parked", role) == []
+
+
+def test_a_role_without_any_right_is_told_so_once(app: Dsn, new_role: Callable[..., Dsn]) -> None:
+    found = [one for one in examined(new_role(app)) if one.where == "broker 'app'"]
+    (denied,) = (one for one in found if one.check == "not_checked")
+    assert denied.what.endswith("(permission denied for schema saf)")
+    assert [one.what for one in found if "permission denied" in one.what] == [denied.what]
 
 
 def test_a_constraint_that_older_rows_may_violate_is_found_with_the_command_that_validates_it(
@@ -338,7 +352,7 @@ def test_a_subscription_that_nobody_reads_for_is_found(app: Dsn, mom: Dsn) -> No
         send(connection, "waits")
     severity, what, cure = the(diagnosis("outbox_left_lying", app))
     assert severity == "error"
-    assert re.fullmatch("nobody reads the outbox: 2 messages, oldest .* s", what)
+    assert re.fullmatch("nobody reads the outbox: 2 messages, waiting for up to .* s", what)
     assert "saf forward" in cure
     execute(
         app,
@@ -364,7 +378,7 @@ def test_a_consumer_that_is_gone_is_found(mom: Dsn) -> None:
     )
     severity, what, cure = the(diagnosis("inbox_left_lying", mom))
     assert (severity, cure) == ("error", "start its worker")
-    assert re.fullmatch("nobody reads 'billing': 1 message, oldest .* s", what)
+    assert re.fullmatch("nobody reads 'billing': 1 message, waiting for up to .* s", what)
 
 
 def test_a_stream_that_nobody_runs_is_found_and_what_frees_its_slots_is_named(
@@ -464,6 +478,28 @@ def test_messages_of_another_service_are_no_backlog_of_a_subscription(mom: Dsn) 
     assert [one.what.split("'")[1] for one in diagnosis("inbox_left_lying", mom)] == ["shipping"]
 
 
+def test_a_reader_that_is_connected_or_has_read_lately_is_slow_and_not_absent(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "audit")
+        for key in ("a", "b"):
+            connection.execute(
+                "INSERT INTO saf.inbox (to_service, key, body, received_at) "
+                "VALUES ('audit', %s, '', now() - interval '1 hour')",
+                [key],
+            )
+    late = Limits(stuck_seconds=600)
+    assert diagnosis("inbox_left_lying", mom, limits=late) == [], "the subscription is new"
+    execute(mom, "UPDATE saf.subscription SET created_at = now() - interval '2 hours'")
+    severity, what, _ = the(diagnosis("inbox_left_lying", mom, limits=late))
+    assert (severity, what.startswith("nobody reads 'audit': 2 messages, ")) == ("error", True)
+    with receive(mom, "audit", max_messages=1):
+        severity, what, _ = the(diagnosis("inbox_left_lying", mom, limits=late))
+        assert severity == "warning"
+        assert re.match(r"the reader of 'audit' \(pid \d+\) is slow or stuck: 2 messages, ", what)
+    severity, what, _ = the(diagnosis("inbox_left_lying", mom, limits=late))
+    assert (severity, "'audit' is slow or stuck: 1 message, " in what) == ("warning", True)
+
+
 def test_what_waits_for_a_handler_is_found(mom: Dsn) -> None:
     with connect(mom) as connection:
         create_service(connection, "billing")
@@ -502,6 +538,21 @@ def test_endpoints_that_nothing_is_sent_to_are_found(mom: Dsn) -> None:
     assert "is down since" in down.what
     assert "no answer within 15 s" in down.what
     assert "was paused by postgres at" in paused.what
+
+
+def test_an_endpoint_of_a_fair_subscription_is_found(mom: Dsn) -> None:
+    with connect(mom) as connection:
+        create_service(connection, "billing")
+        connection.execute(
+            "INSERT INTO saf.endpoint (name, subscription_id, url, settings) "
+            "SELECT 'partner', subscription_id, 'https://partner.example', '{}' "
+            "FROM saf.subscription WHERE name = 'billing'"
+        )
+        assert diagnosis("fair", mom) == []
+        set_fairness(connection, "billing", priority={"Alarm": 3})
+    _, what, cure = the(diagnosis("fair", mom))
+    assert "endpoint 'partner' reads subscription 'billing', which is fair" in what
+    assert "saf subscription set billing --unfair" in cure
 
 
 def at_first(app: Dsn, mom: Dsn) -> tuple[str, str, str]:
@@ -641,13 +692,30 @@ def test_a_locked_table_hangs_no_examination_and_its_holder_is_named(app: Dsn) -
     assert time.monotonic() - began < 60
     here = [one for one in found if one.severity != "ok" and one.where == "broker 'app'"]
     (who,) = (one for one in here if one.check == "locks")
-    assert f"pid {pid} ('saf test', user 'postgres', idle in transaction since 20" in who.what
-    assert "'LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE'" in who.what
-    assert "has had locks on saf.cursor for" in who.what
+    assert re.fullmatch(
+        rf"pid {pid} \(saf test, user postgres\) has locked saf.cursor for \d+ s; "
+        r"idle in an open transaction since 20\S+ \S+; "
+        r"last statement: LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE",
+        who.what,
+    )
     assert f"pg_terminate_backend({pid})" in who.cure
-    held_up = [one for one in here if one.what.startswith("could not check")]
-    assert held_up
-    assert all(one.severity == "error" and "locks" in one.cure for one in held_up)
+
+
+def test_checks_that_a_lock_blocks_are_one_finding_beside_its_holder_of_whatever_age(
+    app: Dsn,
+) -> None:
+    began = time.monotonic()
+    with holding(app, "LOCK TABLE saf.outbox IN ACCESS EXCLUSIVE MODE") as pid:
+        found = examined(app, limits=Limits(), bounds=Waits(lock_seconds=0.5))
+    assert time.monotonic() - began < 60
+    here = [one for one in found if one.where == "broker 'app'"]
+    (who,) = (one for one in here if one.check == "locks")
+    (rest,) = (one for one in here if one.check == "not_checked")
+    assert not any("lock timeout" in one.what for one in here)
+    assert who.what.startswith(f"pid {pid} (saf test, user postgres) has locked saf.outbox for ")
+    assert "saf.outbox_" not in who.what
+    assert f"SELECT pg_terminate_backend({pid})" in who.cure
+    assert rest.what.startswith("not checked because of a lock: restored, forged, ")
 
 
 @every_postgresql
@@ -671,7 +739,7 @@ def test_who_waits_for_rows_is_named_with_whom_it_waits_for(app: Dsn) -> None:
     severity, what, _ = the(found)
     assert severity == "error"
     assert what.startswith(f"pid {pid} ")
-    assert what.endswith(f"pid {at['pid']} (saf test) wait for it")
+    assert what.endswith(f"; pid {at['pid']} (saf test) waits for it")
 
 
 def test_no_value_of_a_query_is_shown_of_who_holds_others_up(app: Dsn) -> None:
@@ -679,8 +747,7 @@ def test_no_value_of_a_query_is_shown_of_who_holds_others_up(app: Dsn) -> None:
     for value in ("'secret'", "$$secret$$", "E'it''s secret'"):
         with holding(app, f"{lock}; SELECT {value}"):
             found = examined(app, limits=HELD_AT_ONCE, bounds=Waits(lock_seconds=0.2))
-        for beginning in (r"pid \d+ .*", r"could not check: .*; pid \d+ .*"):
-            assert any(re.match(f"{beginning}'{lock}; SELECT", one.what) for one in found)
+        assert any(f"last statement: {lock}; SELECT" in one.what for one in found)
         assert "secret" not in str(found)
 
 
@@ -711,12 +778,15 @@ def test_status_and_doctor_end_with_a_sentence_while_cursors_are_locked(
     with holding(app, "LOCK TABLE saf.cursor IN ACCESS EXCLUSIVE MODE") as pid:
         status = saf("status", "--config", config)
         assert status.returncode == TRY_AGAIN
-        assert "broker 'app' is unavailable" in status.stderr
-        assert "`saf doctor` shows who holds which lock" in status.stderr
+        assert status.stderr == (
+            "saf: broker 'app' does not answer: canceling statement due to lock timeout; "
+            "`saf doctor` shows who holds the lock\n"
+        )
         doctor = saf("doctor", "--config", config)
         assert doctor.returncode == FOUND
         said = " ".join(doctor.stdout.split())
-        assert f"could not check: canceling statement due to lock timeout; pid {pid} (" in said
+        assert f"error: broker 'app': pid {pid} (" in said
+        assert "error: broker 'app': not checked because of a lock: " in said
 
 
 def test_a_pooler_where_the_server_should_be_is_an_error(app: Dsn, mom: Dsn) -> None:
@@ -792,6 +862,7 @@ def test_what_a_broker_has_dropped_lately_is_found_by_reason(mom: Dsn) -> None:
 
 def test_messages_for_another_broker_or_a_service_that_lives_elsewhere_are_found(mom: Dsn) -> None:
     execute(mom, "INSERT INTO saf.inbox (to_service, body) VALUES ('elsewhere', '')")
+    execute(mom, "INSERT INTO saf.inbox (to_service, body) VALUES ('saf/init', '')")
     assert diagnosis("misaddressed", mom) == [], "any service lives here"
     with connect(mom) as connection:
         create_service(connection, "stock", refuse_others=True)
@@ -800,7 +871,78 @@ def test_messages_for_another_broker_or_a_service_that_lives_elsewhere_are_found
             "VALUES ('stock', gen_random_uuid(), ''), ('stock', NULL, '')"
         )
     service, broker = diagnosis("misaddressed", mom)
-    assert "1 message in the inbox" in service.what
-    assert "for 'elsewhere', which does not exist here" in service.what
-    assert "are for 'stock', at broker" in broker.what
-    assert "saf service create elsewhere" in service.cure
+    assert "1 message in the inbox for 'elsewhere', which does not exist here" in service.what
+    assert "1 message in the inbox for 'stock', at broker" in broker.what
+    assert "unless a removed service of this name has handled them" in service.what
+    assert "saf service create elsewhere --from-start" in service.cure
+
+
+HOLD = """
+INSERT INTO saf.held (from_service, to_service, body, due, sender, refused)
+VALUES ('shop', 'billing', 'secret', now() - make_interval(secs => %s), %s, %s)
+"""
+
+
+def hold(app: Dsn, seconds: float, sender: str = "postgres", refused: str | None = None) -> None:
+    with connect(app) as connection:
+        connection.execute(HOLD, [seconds, sender, refused])
+
+
+def test_held_messages_that_nobody_moves_are_found_after_minutes(app: Dsn) -> None:
+    hold(app, -60)
+    hold(app, 200)
+    assert not diagnosis("held", app)
+    hold(app, 3700)
+    hold(app, 7300, refused="no")
+    severity, what, cure = the(diagnosis("held", app))
+    assert severity == "error"
+    assert what.startswith("1 held message should have been sent up to 1 h 1 min ago")
+    assert "run `saf forward`" in cure
+    assert "saf held list --overdue --broker app" in cure
+    forward(app, mom=app)
+    assert not diagnosis("held", app)
+
+
+def test_an_overdue_message_that_a_session_has_locked_names_the_session(app: Dsn) -> None:
+    hold(app, 3700)
+    with connect(app) as other, other.transaction():
+        other.execute("SELECT FROM saf.held FOR UPDATE")
+        hold(app, 3700)
+        nobody, locked = (one for one in diagnosis("held", app))
+        pid = other.info.backend_pid
+        assert "no forwarder moves them" in nobody.what
+        assert f"1 h 1 min ago, locked by pid {pid} (" in locked.what
+        since = r"in a transaction that has been open for \d+ s; idle in an open transaction since"
+        assert re.search(since, locked.what)
+        assert "no forwarder" not in locked.what
+        assert f"pg_terminate_backend({pid})" in locked.cure
+
+
+def test_refused_messages_are_found_by_role_with_the_rule_that_is_missing(
+    app: Dsn, new_role: Callable[..., Dsn]
+) -> None:
+    logins = new_role(app, Kind.WRITER), new_role(app, Kind.WRITER)
+    role, other = (str(conninfo_to_dict(login.conninfo)["user"]) for login in logins)
+    assert not diagnosis("refused", app)
+    with connect(app) as connection:
+        add_senders(connection, role, "another", refuse_others=True)
+        add_senders(connection, other, "shop")
+    for sender in (role, role, other):
+        hold(app, 60, sender, "role may not")
+    hold(app, 60, "gone", "role may not")
+    found = {re.findall(r"role '(\w+)'", one.what)[0]: one for one in diagnosis("refused", app)}
+    of_role, of_other = found[role], found[other]
+    assert {one.severity for one in found.values()} == {"error"}
+    assert of_role.what == (
+        f"2 held messages of role {role!r} for service 'billing' were refused when "
+        "due: role may not"
+    )
+    assert "saf held cancel --service billing --refused --broker app" in of_role.cure
+    assert "sender add" not in of_other.cure
+    assert "saf held retry --service billing --broker app" in of_other.cure
+    assert "create the role again" in found["gone"].cure
+    rule = re.findall(r"saf sender add .*? --dsn '[^']*'", of_role.cure)[0]
+    assert f"{role} --from shop --to billing" in rule
+    done = saf(*shlex.split(rule)[1:], env={"PGUSER": "postgres"})
+    assert done.returncode == 0, done.stderr
+    assert not diagnosis("refused", app)

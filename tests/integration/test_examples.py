@@ -117,17 +117,43 @@ def test_asyncio_sends_with_each_of_several_orders(app: Dsn) -> None:
     assert sorted(messages) == [*MESSAGE, billed]
 
 
+def test_a_mail_is_sent_unless_somebody_reads_first(app: Dsn) -> None:
+    env = {"SHOP_DSN": app.conninfo}
+    example("unless_read.py", "write", "42", "hello", **env)
+    example("unless_read.py", "write", "43", "hi", **env)
+    assert example("unless_read.py", "read", "42", **env) == "hello (no mail is sent)\n"
+    assert "read before" in example("unless_read.py", "read", "42", **env)
+    with connect(app) as connection:
+        connection.execute("UPDATE saf.held SET due = now()")
+        connection.execute("SELECT saf.move_held(10)")
+        assert fetch(connection, "SELECT body FROM saf.outbox") == [(b'{"note":"43"}',)]
+    assert example("unless_read.py", "read", "43", **env) == "hi (the mail was sent before)\n"
+
+
+def test_a_request_that_is_repeated_makes_one_payment(app: Dsn) -> None:
+    said = [
+        example("idempotent_requests.py", key, "90", SHOP_DSN=app.conninfo)
+        for key in ("7f3c", "7f3c", "other")
+    ]
+    assert [one.rpartition(" ")[2].strip() for one in said] == ["new", "repeated", "new"]
+    assert said[0].partition(":")[0] == said[1].partition(":")[0]
+    with connect(app) as connection:
+        paid = fetch(connection, "SELECT id FROM payment ORDER BY 1")
+        assert paid == fetch(connection, "SELECT message_id FROM saf.outbox ORDER BY 1")
+        assert len(paid) == 2
+
+
 def test_a_worker_writes_the_invoice_of_an_order(app: Dsn, mom: Dsn) -> None:
     with connect(mom) as store:
         create_service(store, "billing")
         example("with_psycopg.py", "A-1", "90", SHOP_DSN=app.conninfo)
         forward(app, mom=mom)
-        drained("worker:billing", STORE_DSN=mom.conninfo)
+        drained("worker:billing", MOM_DSN=mom.conninfo)
         assert fetch(store, "SELECT number, total FROM invoice") == ORDER
 
 
 def test_an_event_becomes_an_invoice(app: Dsn, mom: Dsn) -> None:
-    env = {"SHOP_DSN": app.conninfo, "STORE_DSN": mom.conninfo}
+    env = {"SHOP_DSN": app.conninfo, "MOM_DSN": mom.conninfo}
     with connect(mom) as store:
         create_service(store, "billing")
         example("typed.py", "A-1", "90", **env)
@@ -199,7 +225,7 @@ def test_a_web_application_receives_beside_its_requests_and_ends_in_order(
     shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
     with connect(mom) as store:
         create_service(store, "billing")
-    with served(tmp_path, name, STORE_DSN=mom.conninfo) as (process, address, log):
+    with served(tmp_path, name, MOM_DSN=mom.conninfo) as (process, address, log):
         assert curl(f"{address}/health") == {"worker": "runs"}
         assert curl(f"{address}/invoices/A-1") == {}
         example("with_psycopg.py", "A-1", "90", SHOP_DSN=app.conninfo)
@@ -207,7 +233,9 @@ def test_a_web_application_receives_beside_its_requests_and_ends_in_order(
         until(lambda: curl(f"{address}/invoices/A-1") == {"number": "A-1", "total": 90})
         ended(process, log)
     with connect(mom) as store:
-        receivers = "SELECT FROM pg_stat_activity WHERE application_name = 'saf receive'"
+        receivers = (
+            "SELECT FROM pg_stat_activity WHERE starts_with(application_name, 'saf receive')"
+        )
         assert fetch(store, f"{receivers} AND datname = current_database()") == []
 
 
@@ -219,7 +247,7 @@ def test_a_web_application_that_is_reloaded_ends_its_worker_and_begins_another(
     file = Path(shutil.copy(EXAMPLES / f"{name}.py", tmp_path))
     with connect(mom) as store:
         create_service(store, "billing")
-    with served(tmp_path, name, "--reload", STORE_DSN=mom.conninfo) as (process, address, log):
+    with served(tmp_path, name, "--reload", MOM_DSN=mom.conninfo) as (process, address, log):
         file.write_text(file.read_text().replace('"total": row[0]', '"amount": row[0]'))
         until(lambda: log.read_text().count("Application startup complete") == 2)
         assert log.read_text().count("Application shutdown complete") == 1
@@ -236,7 +264,7 @@ def test_a_web_application_does_not_start_if_its_worker_cannot_receive(
     name = f"worker_in_{framework}"
     shutil.copy(EXAMPLES / f"{name}.py", tmp_path)
     command: list[str | Path] = [BIN / "uvicorn", f"{name}:app", "--port", str(free_port())]
-    env = {"STORE_DSN": mom.conninfo, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    env = {"MOM_DSN": mom.conninfo, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     done = run(command, cwd=tmp_path, env=env, tracebacks=True)
     assert done.returncode not in (0, None)
     assert "no subscription 'billing'" in done.stderr
@@ -250,7 +278,7 @@ def test_each_tenant_gets_an_invoice_from_one_service(
     tenants = [f"{mine}_{name}" for name in ("acme", "ajax")]
     file = tmp_path / "tenants.toml"
     file.write_text((EXAMPLES / "tenants.toml").read_text().replace("tenant_*", f"tenant_{mine}_*"))
-    env = {"SERVER_DSN": server.dsn("postgres").conninfo, "STORE_DSN": mom.conninfo}
+    env = {"SERVER_DSN": server.dsn("postgres").conninfo, "MOM_DSN": mom.conninfo}
     try:
         done = run([BIN / "saf", "service", "create", "billing", "--config", file], env=env)
         assert done.returncode == 0, done.stderr

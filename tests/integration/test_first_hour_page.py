@@ -33,10 +33,11 @@ def test_every_command_of_the_first_hour_works_in_an_empty_environment(short_pat
     assert done.returncode == 0, said + done.stderr
     assert said.count("pending") >= 2
     assert "already exists" in said  # the order that was posted twice
-    assert "(store: 2)" in said
+    assert "(mom: 2)" in said
     assert "pays_us" in said  # why A-2 was put back
-    assert "1 lane to be tried" in said
-    after = said.rpartition("to be tried")[2]
+    tried = "1 lane to be tried by the next run (A-2)\n"
+    assert tried in said
+    after = said.rpartition(tried)[2]
     assert [line for line in after.splitlines() if "A-" in line] == [
         " A-1    |    90",
         " A-2    |    -5",

@@ -57,7 +57,7 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
             "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
             "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
         )
-    assert len(columns) == 58
+    assert len(columns) == 63
     listed = expected(kind)
     with connect(granted(app, kind)) as connection:
         for table, names in columns:
@@ -74,6 +74,21 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
                 assert allowed == (letter in listed[table].upper()), (table, letter)
 
 
+SCHEDULING = (
+    *("put_schedule", "remove_schedule", "pause_schedule", "resume_schedule", "send_schedule"),
+)
+SPEAKING = (
+    *("utter", "tell_oneself", "expire_later", "contract_fault", "header_fault", "refuse_dialog"),
+    "refuse_handle",
+)
+RECEIVING = (
+    *("is_failed", "without_own", "in_hand", "newest_cursors", "refuse_receiver"),
+    *("reader", "wait_after", "set_aside", "wait_in_lane", "time_late", "bury"),
+    *("drop_message", "fail_dialog", "begin_target", "find_end", "judge", "make_due"),
+    *("follow_routers", "arrive", "dispose", "take_shard", "keep_copy", "open_lane"),
+    *("count_failed", "give_up", "note_failure", "take_shards", "take_lane"),
+    *("out_of_hand", "take_back"),
+)
 # Of each function: whether it runs with its owner's rights, and whether everybody may execute it.
 # One that is not listed here fails the test: decide who may.
 FUNCTIONS = {
@@ -83,7 +98,48 @@ FUNCTIONS = {
     "notify_inbox": (False, True),
     "keep_key": (True, False),
     "store_locally": (True, False),
+    "send": (False, True),  # with the rights of whoever calls it
+    "with_content_type": (False, True),
+    "session_role": (False, True),
+    # what holds, cancels and moves, as nobody may write to the table
+    "hold": (True, False),
+    "cancel": (True, False),
+    "reschedule": (True, False),
+    "move_held": (True, False),
+    "forget_names": (True, False),
+    # called by those
+    "vouch": (False, False),
+    "schedule_to_change": (False, False),
+    "never_read": (False, False),
+    "refuse_argument": (False, False),
+    "text_fault": (False, False),
+    "time_fault": (False, False),
+    "vouch_for": (False, False),
+    "pass_on": (False, False),
+    "lock_overdue": (False, False),
+    # what changes and runs schedules
+    **dict.fromkeys(("lock_schedule", *SCHEDULING, "run_schedule"), (True, False)),
+    # dialogs: with the rights of whoever calls them
+    **dict.fromkeys(("begin_dialog", "say", "end_dialog"), (False, False)),
+    **dict.fromkeys(SPEAKING, (False, False)),
+    # receiving: the same
+    **dict.fromkeys(("receive", "reject", "retry_later"), (False, False)),
+    **dict.fromkeys(RECEIVING, (False, False)),
+    "send_scheduled": (False, False),
+    "note_run": (False, False),
 }
+TRIGGERS = ("keep_key", "store_locally")
+MAY_CALL = {
+    "writer": {"hold", "cancel", "reschedule", "lock_schedule", *SCHEDULING},
+    "forwarder": {"move_held", "run_schedule"},
+    "receiver": {"receive", "reject", "retry_later", "refuse_argument", *RECEIVING},
+    "dialog": {
+        *("begin_dialog", "say", "end_dialog", "text_fault", "refuse_argument", *SPEAKING),
+    },
+    "purger": {"forget_names"},
+    "operator": {"forget_names", "lock_schedule", *SCHEDULING},
+}
+"""Who may execute what not everybody may."""
 ALL_FUNCTIONS = """
 SELECT proname, prosecdef, has_function_privilege('public', oid, 'EXECUTE'), proconfig
 FROM pg_proc WHERE pronamespace = 'saf'::regnamespace ORDER BY 1
@@ -142,7 +198,19 @@ def test_what_nobody_has_decided_about_is_noticed(app: Dsn, granted: Callable[..
 
 
 @every_postgresql
-@pytest.mark.parametrize("function", [name for name, (_, all_) in FUNCTIONS.items() if not all_])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_may_call_exactly_the_functions_that_are_listed(
+    kind: str, app: Dsn, granted: Callable[..., Dsn]
+) -> None:
+    role = granted(app, kind).parts["user"]
+    with connect(app) as connection:
+        found = {name for (name,) in fetch(connection, MAY_EXECUTE, {"role": role})}
+    everybodys = {name for name, (_, everybody) in FUNCTIONS.items() if everybody}
+    assert found - everybodys == MAY_CALL.get(kind, set())
+
+
+@every_postgresql
+@pytest.mark.parametrize("function", TRIGGERS)
 def test_no_role_makes_a_trigger_of_its_own_of_a_function_that_runs_as_the_owner(
     function: str, app: Dsn, granted: Callable[..., Dsn]
 ) -> None:
@@ -189,7 +257,15 @@ def test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say(
     writer = granted(app, "writer")
     for statement in (
         "SELECT body FROM saf.outbox",
-        "SELECT count(*) FROM saf.outbox",
+        "SELECT key FROM saf.outbox",
+        "SELECT FROM saf.held",
+        *(f"SELECT {column} FROM saf.schedule" for column in ("body", "key", "headers")),
+        "UPDATE saf.schedule SET paused = true",
+        "DELETE FROM saf.schedule",
+        "INSERT INTO saf.held (to_service, body, due, sender) VALUES ('a', '', now(), 'b')",
+        "DELETE FROM saf.held",
+        "SELECT saf.move_held(1)",
+        "SELECT saf.forget_names(1)",
         "COPY saf.outbox TO STDOUT",
         "INSERT INTO saf.outbox (to_service, body) VALUES ('a', '') RETURNING body",
         "INSERT INTO saf.outbox (id, to_service, body) OVERRIDING SYSTEM VALUE VALUES (1, 'a', '')",
@@ -203,6 +279,17 @@ def test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say(
         "TABLE saf.outbox_status",
     ):
         assert denied(writer, statement), statement
+
+
+@every_postgresql
+def test_a_writer_learns_the_id_of_what_it_inserts(app: Dsn, granted: Callable[..., Dsn]) -> None:
+    with connect(granted(app, "writer")) as connection:
+        inserted = fetch(
+            connection,
+            "INSERT INTO saf.outbox (to_service, body) VALUES ('a', '') RETURNING message_id",
+        )
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT message_id FROM saf.outbox") == inserted
 
 
 @every_postgresql
@@ -228,5 +315,5 @@ def test_nobody_can_pass_a_right_on(app: Dsn, granted: Callable[..., Dsn]) -> No
     """The server ignores it, with a warning."""
     with connect(granted(app, "operator")) as connection:
         connection.execute("GRANT SELECT ON saf.outbox TO PUBLIC")
-    with connect(granted(app, "writer")) as connection:
+    with connect(granted(app, "receiver")) as connection:
         assert forbidden(connection, "SELECT FROM saf.outbox")

@@ -34,11 +34,11 @@ from tests.waits import until
 __all__ = ["partner"]
 
 COMPONENTS = ("forwarder", "dispatcher", "ui", "exporter")
-VARIABLES = ("SHOP_DSN", "STORE_DSN")
+VARIABLES = ("SHOP_DSN", "MOM_DSN")
 ENDPOINT = """
 [endpoints.billing]
 url = "https://billing.example.com/hooks"
-broker = "store"
+broker = "mom"
 """
 TOKENS = """
 [ui]
@@ -47,7 +47,7 @@ hosts = ["saf.example.com"]
 """
 GRANTS = {
     "SHOP_DSN": {"grants": {"role_a": ["forwarder"], "role_b": ["writer", "receiver"]}},
-    "STORE_DSN": {},
+    "MOM_DSN": {},
 }
 EVERYTHING: dict[str, Any] = {
     "dispatcher": {
@@ -145,7 +145,7 @@ def test_each_component_has_a_saf_toml_that_needs_only_its_own_variables(
     found = {}
     for component in ("forwarder", "exporter", "dispatcher"):
         found[component] = load(manifests.config(case, tmp_path, f"{component}.toml"))
-        assert found[component].forwarder.default_destination == "store"
+        assert found[component].forwarder.default_destination == "mom"
     assert set(found["dispatcher"].endpoints) == {"billing"}
     assert not found["forwarder"].endpoints
     monkeypatch.setenv("UI_TOKEN", "x" * 32)
@@ -270,7 +270,7 @@ def pod(
         case = manifests.chart(values)
         env = {
             "SHOP_DSN": granted(app, kinds[component]).conninfo,
-            "STORE_DSN": granted(mom, kinds[component]).conninfo,
+            "MOM_DSN": granted(mom, kinds[component]).conninfo,
             "SAF_CONFIG": str(manifests.config(case, tmp_path, f"{component}.toml")),
         }
         return Pod(words=dict(manifests.commands(case))[component], env=env)
@@ -309,7 +309,7 @@ def test_the_dashboard_shows_both_databases_with_the_rights_of_its_role(
         visitor.post("/login", data={"token": token, "name": "ann"})
         text = visitor.get("/").text
     assert "shop" in text
-    assert "store" in text
+    assert "mom" in text
 
 
 def found(text: str, location: str) -> float:

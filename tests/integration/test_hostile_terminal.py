@@ -95,6 +95,8 @@ def test_every_dead_letter_is_listed_and_shown_whatever_is_in_it(config: Path) -
     assert headers[2:] == [None, [1]]
     number = str(listed[0]["number"] if "number" in listed[0] else listed[0]["dead_letter_id"])
     show = ["dead", "show", number, "--broker", "app", "--config", str(config)]
+    assert not RAW.search(saf(*show).stdout)
+    show.append("--body")
     done = subprocess.run([BIN / "saf", *show], env=environment(), capture_output=True, check=True)
     assert done.stdout == NAME.encode()
     assert on_a_terminal(*show).replace("\r\n", "\n") == shown(NAME, lines=True)

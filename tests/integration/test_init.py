@@ -91,7 +91,7 @@ def test_where_messages_are_at_work_it_sends_none(app: Dsn, mom: Dsn, tmp_path: 
     done = saf("init", cwd=tmp_path, env=env)
     assert done.returncode == DONE, done.stderr
     assert "sent no first message: the outbox of shop is in use" in done.stdout
-    assert "brought up to date" in done.stdout
+    assert "unchanged" in done.stdout
     with connect(mom) as connection:
         assert fetch(connection, "SELECT count(*) FROM saf.inbox") == [(0,)]
 
@@ -147,4 +147,9 @@ def test_a_database_that_is_away_or_the_same_as_the_other_is_named(
     done = saf("init", cwd=tmp_path, env=bare | {"MOM_DSN": bare["SHOP_DSN"]})
     assert done.returncode == USAGE
     assert "both DSNs lead to the same database" in done.stderr
+    with connect(Dsn(bare["SHOP_DSN"])) as connection:
+        assert fetch(connection, "SELECT to_regnamespace('saf') IS NULL") == [(True,)]
+    done = saf("init", "--source", " ", cwd=tmp_path, env=bare)
+    assert done.returncode == USAGE
+    assert "--source is empty: is the variable set?" in done.stderr
     assert not (tmp_path / "saf.toml").exists()

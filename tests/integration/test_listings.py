@@ -29,6 +29,8 @@ HANDLE = "0a1b2c3d-0a1b-4a1b-8a1b-0a1b2c3d4e5f"
 SUBSCRIPTION = "everything-for-the-warehouse/goods-issue/with-serial-numbers"
 DESTINATIONS = [f"warehouse-of-the-north-{number}" for number in range(6)]
 ROLE = "https://roles.example.com/warehouse/goods-issue"
+NIGHTLY = "the-nightly-count-of-the-warehouse"
+NAME = "remind-of-the-goods-issue/4711/2031-000000815"
 KEY = "customer/4711/order/2031-000000815"
 ENDPOINT = "the-warehouse-of-a-partner"
 URL = "https://partner.example.com/warehouse/goods-issue"
@@ -84,6 +86,17 @@ def config(shared_broker: Callable[[str], Dsn], tmp_path_factory: pytest.TempPat
             [HANDLE],
         )
         connection.execute(
+            "INSERT INTO saf.held (to_service, key, name, body, due, once_for, sender, refused) "
+            "VALUES (%s, %s, %s, '', now() - interval '1 h', '0', %s, %s)",
+            (SERVICE, KEY, NAME, ROLE, ERROR),
+        )
+        connection.execute(
+            "INSERT INTO saf.schedule (name, to_service, key, body, cron, zone, anchor, missed, "
+            "next_run, sender) VALUES (%s, %s, %s, '', '0 2 * * *', 'Europe/Berlin', now(), 'one', "
+            "now() + interval '1 h', %s)",
+            (NIGHTLY, SERVICE, KEY, ROLE),
+        )
+        connection.execute(
             "INSERT INTO saf.audit (action, message_ids, why) "
             "VALUES ('discard', ARRAY[%s::uuid], %s)",
             [HANDLE, ERROR],
@@ -106,6 +119,8 @@ FOUND = {("reconcile", 1), ("doctor", 1)}
 """The exit codes of commands that have found something."""
 
 WHOLE = {
+    ("held", "list"): [SERVICE, KEY, NAME, ROLE, "refused", "mom rejects messages"],
+    ("schedule", "list"): [NIGHTLY, SERVICE, "0 2 * * *", "Europe/Berlin"],
     ("dialog", "list"): [HANDLE, SERVICE, "17: mom rejects messages"],
     ("dead", "list"): [SERVICE, KEY, "rejected", "mom rejects messages"],
     ("dead", "groups"): [SERVICE, KEY, "rejected", "mom rejects messages"],
@@ -120,15 +135,15 @@ WHOLE = {
     ("service", "list"): [SERVICE],
     ("sender", "list"): [ROLE, SERVICE, "any"],
     ("subscription", "list"): [SUBSCRIPTION, SERVICE],
-    ("status",): ["dead letters", "nobody: 64 (0-63)", "631,544", HANDLE],
-    ("status", "--shards"): ["lag", "nobody: 64 (0-63)"],
+    ("status",): ["dead letters", "no running forwarder owns shards 0-63", "631,544", HANDLE],
+    ("status", "--shards"): ["lag", "no running forwarder owns shards 0-63"],
     ("inbox", "status"): [SERVICE],
     ("endpoint", "list"): [ENDPOINT, SUBSCRIPTION, URL, "up"],
     ("inbox", "peek", SERVICE): [SERVICE, KEY],
     ("purge", "--dry-run"): ["outbox", "in use: new messages go here"],
     ("reconcile",): ["lost", SERVICE, KEY],
     ("doctor",): ["checks:", "fix:"],
-    ("members",): [SUBSCRIPTION, "nobody: 64 (0-63)"],
+    ("members",): [SUBSCRIPTION, "no members, and no receiver is connected"],
     ("broker", "list"): ["mom", "destination", "64"],
     ("outbox", "list"): [SERVICE, KEY, "forwarded"],
     ("outbox", "show", "1", "--broker", "app"): [SERVICE, KEY, "rejected"],
@@ -222,12 +237,16 @@ def test_in_a_pipe_each_row_is_one_line_and_nothing_is_cut(
         assert lines[-1].endswith(ERROR)
 
 
+OF_STORES = "Stores are asked only with --broker: mom."
+
+
 @pytest.mark.parametrize(
     ("command", "nothing"),
     [
-        ("route list", "No routes at app."),
-        ("topic list", "No topics at app."),
-        ("router list", "No routers at app."),
+        ("route list", f"No routes at app. {OF_STORES}"),
+        ("route list --broker mom", "No routes at mom."),
+        ("topic list", f"No topics at app. {OF_STORES}"),
+        ("router list", f"No routers at app. {OF_STORES}"),
         ("sender list", "No rules for senders at mom, app."),
         ("contract list", "No contracts at mom, app."),
         ("service list", "No services at mom, app."),
@@ -262,6 +281,16 @@ def test_an_empty_list_says_where_it_looked(
     assert (done.returncode, done.stdout) == (0, f"{nothing}\n")
 
 
+def test_status_says_which_stores_it_does_not_show_and_what_shows_them(
+    tmp_path: Path, app: Dsn, mom: Dsn
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"app": app}, {"mom": mom, "own": app})
+    said = "Not shown: mom. `saf inbox status` shows the stores."
+    assert saf("status", "--config", config).stdout.splitlines()[-1] == said
+    for broker in ("app", "mom"):
+        assert "Not shown" not in saf("status", "--config", config, "--broker", broker).stdout
+
+
 def test_a_list_of_brokers_that_do_not_answer_says_nothing_of_what_they_have(
     tmp_path: Path, app: Dsn
 ) -> None:
@@ -272,3 +301,16 @@ def test_a_list_of_brokers_that_do_not_answer_says_nothing_of_what_they_have(
     done = saf("dead", "list", "--config", config)
     assert (done.returncode, done.stdout) == (75, "No dead letters at app.\n")
     assert "saf: broker 'mom': " in done.stderr
+
+
+def test_an_error_breaks_lines_at_spaces_only(config: Path) -> None:
+    said = on_a_terminal(
+        *("service", "create", "billing", "--broker", "nowhere", "--config", str(config)),
+        columns=40,
+    )
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", said).splitlines()
+    assert lines[0].startswith("saf: --broker nowhere: no")
+    assert all(len(line) <= 40 for line in lines)
+    assert "no [brokers.nowhere] and no [destinations.nowhere] in saf.toml" in " ".join(
+        " ".join(lines).split()
+    )

@@ -84,6 +84,13 @@ def test_a_dead_letter_and_what_was_decided_about_it_are_told(
     assert [(one["action"], one["why"]) for one in there["decided"]] == [
         ("redirect to mom", "mended")
     ]
+    shown = saf("message", message_id, "--config", config).stdout.splitlines()
+    times = [line.split()[1:3] for line in shown[1:]]
+    assert times == sorted(times), "the first event is first"
+    words = "decision to redirect the dead letter or parked message to mom"
+    assert words in "\n".join(shown)
+    details = saf("outbox", "show", message_id, "--config", config).stdout
+    assert f"{words}, by postgres: mended" in details
 
 
 def test_attempts_at_what_is_parked_are_told_where_it_is_sent_and_where_it_is_received(
@@ -108,7 +115,7 @@ def test_attempts_at_what_is_parked_are_told_where_it_is_sent_and_where_it_is_re
     (aside,) = asked(config, message_id)["mom"]["set_aside"]
     assert (aside["state"], aside["lane"], aside["subscription"]) == (
         "parked",
-        "handler for key 'k'",
+        "next attempt of billing for key 'k'",
         "billing",
     )
     assert aside["attempts"] >= 1

@@ -16,12 +16,13 @@ import pytest
 
 from saf import create_service
 from saf.broker.grants import Kind, grant
-from saf.config import Broker, load
+from saf.config import Broker, Settings, load
 from saf.database import Dsn
 from saf.operating.figures import asker
 from saf.operating.watch import Watch
 from saf.receiving.dispatch.condition import Book
 from saf.routing.routes import add_route
+from saf.telemetry.metrics import OVERDUE
 from saf_demo.servers import free_port
 from tests.endpoints import Partner, listening, serving
 from tests.pipeline import connect, forward, new_member, send
@@ -101,6 +102,43 @@ def test_what_is_pending_is_shown_by_where_it_goes_and_by_service(app: Dsn, conf
     assert value(page, "saf_members", **forwarder) == 0
     assert value(page, "saf_up", broker="shop") == value(page, "saf_up", broker="mom") == 1
     assert value(page, "saf_destination_state", broker="shop", destination="mom", state="up") == 1
+
+
+def test_held_messages_are_counted_and_how_long_they_are_overdue(app: Dsn, config: Path) -> None:
+    names = ("saf_held_messages", "saf_held_overdue_seconds", "saf_refused_messages")
+    page = figures(config)
+    assert [value(page, name, broker="shop") for name in names] == [0, 0, 0]
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.held (to_service, body, due, sender, refused) SELECT 'billing', '', "
+            "now() + n * interval '1 min', 'x', CASE WHEN n = -9 THEN 'no' END "
+            "FROM unnest(ARRAY[-9, -5, -1, 3]) AS n"
+        )
+        connection.execute(
+            "INSERT INTO saf.held (to_service, body, name, once_for, forget_at, sender) "
+            "VALUES ('billing', '', 'sent', '1 d', now(), 'x')"
+        )
+    page = figures(config)
+    assert [value(page, name, broker="shop") for name in (names[0], names[2])] == [3, 1]
+    assert 300 <= (value(page, names[1], broker="shop") or 0) < 400
+
+
+def test_a_message_becomes_overdue_while_nothing_is_committed(app: Dsn) -> None:
+    settings = Settings(brokers={"shop": Broker(dsn=app)})
+    ask = asker(settings)
+    with connect(app) as connection:
+        connection.execute(
+            "INSERT INTO saf.held (to_service, body, due, sender) "
+            "VALUES ('billing', '', now() + interval '0.2 s', 'x')"
+        )
+
+        def overdue() -> float:
+            samples = ask(connection, "shop")
+            (found,) = [one.value for one in samples if one.metric is OVERDUE]
+            return float(found)  # type: ignore[arg-type]
+
+        assert overdue() < 0.2
+        until(lambda: overdue() > 0)
 
 
 def test_what_is_set_aside_and_by_whom_is_shown(app: Dsn, mom: Dsn, config: Path) -> None:
@@ -425,7 +463,7 @@ def test_workers_serve_what_they_have_handled_each_at_a_port_of_its_own(
     prepare(mom)
     (tmp_path / "shop.py").write_text(WORKER.format(dsn=mom.conninfo))
     put(mom, "good", "good", "bad")
-    port = free_port()
+    port = free_port(2)
     of = {"subscription": "billing"}
     with running(
         *("worker", "shop:worker", "--processes", "2", "--metrics", f"127.0.0.1:{port}"),

@@ -96,7 +96,7 @@ def through(app: Dsn, mom: Dsn, toml: Path, **env: str) -> None:
     with shop(app, **env) as where:
         order(where)
     saf("forward", "--config", toml, cwd=toml.parent, env=env)
-    worker = {**env, "STORE_DSN": mom.conninfo}
+    worker = {**env, "MOM_DSN": mom.conninfo}
     saf("worker", "worker:billing", "--drain", cwd=ROOT / "examples", env=worker)
     with connect(mom) as store:
         assert fetch(store, "SELECT number, total FROM invoice") == [("A-1", 90)]

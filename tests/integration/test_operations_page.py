@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from saf import Outbox
 from saf.database import Dsn, fetch
 from saf.setaside.failure_groups import failure_groups
 from saf.setaside.selection import DeadLetters, ParkedMessages
@@ -44,7 +46,7 @@ def test_the_commands_of_the_operations_page_look(folder: Path, app: Dsn, mom: D
     send(app, 2)
     said = shell(script, folder, app, mom)
     assert "the default destination" in said
-    assert "nobody: 64 (0-63)" in said
+    assert "no running process owns shards 0-63" in said
     assert "pending" in said
 
 
@@ -54,6 +56,29 @@ def test_the_commands_of_the_operations_page_purge(folder: Path, app: Dsn, mom: 
     forward(app, mom=mom)
     said = shell(script.replace("/srv/", f"{folder}/"), folder, app, mom)
     assert '"broker": "shop"' in said
+
+
+def test_the_commands_of_the_operations_page_decide_about_held_messages(
+    folder: Path, app: Dsn, mom: Dsn
+) -> None:
+    (script,) = blocks(page("operations.md"), "held")
+    later = datetime.now(UTC) + timedelta(days=1)
+    outbox = Outbox()
+    with app.connect(role="test") as connection:
+        for name in ("remind-42", "remind-43", "refused"):
+            outbox.send(connection, "billing", name, name=name, deliver_at=later)
+        connection.execute("UPDATE saf.held SET refused = 'no' WHERE name = 'refused'")
+    said = shell(script, folder, app, mom)
+    assert "No matching held messages at mom, shop." in said
+    assert "shop: 1 held message cancelled (remind-43)" in said
+    assert "shop: 'remind-42' to 'billing' is held until" in said
+    with connect(app) as connection:
+        rows = fetch(connection, "SELECT name, due, refused FROM saf.held ORDER BY name")
+        assert [(name, refused) for name, _, refused in rows] == [
+            ("refused", None),
+            ("remind-42", None),
+        ]
+        assert rows[1][1] < later
 
 
 GROUPS = """

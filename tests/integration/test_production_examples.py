@@ -54,7 +54,7 @@ def test_each_container_does_its_work_with_the_rights_of_the_role_that_the_file_
     granted: Callable[..., Dsn], app: Dsn, mom: Dsn, tmp_path: Path
 ) -> None:
     config = manifests.config(MANIFESTS, tmp_path)
-    assert load_with(config, app, mom).forwarder.default_destination == "store"
+    assert load_with(config, app, mom).forwarder.default_destination == "mom"
     words = {name: list(words) for name, words in manifests.commands(MANIFESTS)}
     with connect(mom) as store:
         create_service(store, "billing")
@@ -66,7 +66,7 @@ def test_each_container_does_its_work_with_the_rights_of_the_role_that_the_file_
         ]
         env = {
             "SHOP_DSN": granted(app, kind).conninfo,
-            "STORE_DSN": granted(mom, kind).conninfo,
+            "MOM_DSN": granted(mom, kind).conninfo,
         }
         done = saf(*(word for word in arguments if word != "--loop"), env=env)
         assert done.returncode == 0, done.stderr
@@ -80,7 +80,7 @@ def load_with(file: Path, app: Dsn, mom: Dsn) -> Settings:
     """The settings of a saf.toml whose dsns come from the environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHOP_DSN", app.conninfo)
-        patch.setenv("STORE_DSN", mom.conninfo)
+        patch.setenv("MOM_DSN", mom.conninfo)
         return load(file)
 
 
@@ -111,7 +111,7 @@ def test_the_units_command_handles_what_is_there_as_a_receiver_who_owns_its_tabl
         login = granted(mom, "receiver")
         role = sql.Identifier(str(login.parts["user"]))
         store.execute(sql.SQL("GRANT CREATE ON SCHEMA public TO {}").format(role))
-        env = {"STORE_DSN": login.conninfo}
+        env = {"MOM_DSN": login.conninfo}
         done = run([BIN / "saf", *arguments[:-2], "--drain"], cwd=FOLDER.parent, env=env)
         assert done.returncode == 0, done.stderr
         assert fetch(store, "SELECT number FROM invoice") == [("A-1",)]

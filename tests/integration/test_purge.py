@@ -158,7 +158,10 @@ def test_one_broker_can_be_chosen_and_one_that_is_away_does_not_keep_the_others(
     assert saf("purge", "--broker", "app", cwd=tmp_path).returncode == DONE
     unknown = saf("purge", "--broker", "ap", cwd=tmp_path)
     assert unknown.returncode == USAGE
-    assert "no [brokers.ap] in saf.toml (did you mean 'app'?)" in unknown.stderr
+    assert (
+        "no [brokers.ap] and no [destinations.ap] in saf.toml (did you mean 'app'?)"
+        in unknown.stderr
+    )
 
 
 @pytest.mark.parametrize("wrong", ["soon", "-1d", "7 days", "1w", ""])

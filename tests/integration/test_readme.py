@@ -193,7 +193,7 @@ def test_the_bounds_of_the_operations_page_are_those_that_hold_without_it(tmp_pa
 
 
 def test_the_command_for_who_sends_gives_all_that_a_sender_needs(app: Dsn) -> None:
-    said = re.search(r"`saf (grant --role \w+) shop_app`", SENDING)
+    said = re.search(r"`saf (grant --role \w+) shop_app --dsn …`", SENDING)
     assert said is not None
     role = f"sender_{app.database}"
     with connect(app) as connection:

@@ -176,5 +176,5 @@ def test_status_and_peek_show_what_is_left_and_take_nothing(inbox: Dsn) -> None:
             delivery.park(delivery[0], "not now")
         (after,) = inbox_status(connection)
         assert (after.unread, after.parked, after.keys_waiting) == (2, 1, 1)
-        with pytest.raises(ConfigurationError, match="no subscription 'bill' here"):
+        with pytest.raises(ConfigurationError, match="has no subscription 'bill'"):
             peek(connection, "bill")

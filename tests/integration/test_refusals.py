@@ -91,7 +91,7 @@ def test_a_server_that_is_full_or_starting_is_told_from_one_that_is_away(
         connection.execute("ALTER SYSTEM SET superuser_reserved_connections = 0")
         connection.execute("CREATE ROLE app LOGIN")
     own_server.stop()
-    assert said(dsn)[1] == SILENT
+    assert said(dsn)[1] == SILENT.format(dsn=dsn.origin)
     own_server.start()
     app = Dsn(make_conninfo(dsn.conninfo, user="app"))
     crowd: list[psycopg.Connection[Any]] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,31 @@ def test_a_login_that_is_refused_is_2_and_a_sentence_that_says_what_to_mend(
             wrong.append((login, done.returncode, done.stderr))
         assert SECRET not in done.stdout + done.stderr
     assert wrong == []
+
+
+def test_a_refused_login_names_the_place_where_its_dsn_can_be_fixed(
+    strict: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    (tmp_path / "consumers.py").write_text(WORKER)
+    changes, _ = LOGINS["a wrong password"]
+    wrong = Dsn(make_conninfo(strict.conninfo, **changes)).conninfo
+    open_part = make_conninfo(wrong, password="${SHOP_PASSWORD}")
+    env = {"INBOX": wrong, "SHOP_DSN": wrong, "SHOP_PASSWORD": changes["password"]}
+    for dsn, origin in {
+        "${SHOP_DSN}": "the environment variable SHOP_DSN",
+        open_part: "the dsn in saf.toml or the environment variable SHOP_PASSWORD",
+        wrong: "the dsn in saf.toml",
+    }.items():
+        (tmp_path / "saf.toml").write_text(
+            f"[brokers.shop]\ndsn = {json.dumps(dsn)}\n"
+            f"[destinations.mom]\ndsn = {json.dumps(mom.conninfo)}\n"
+        )
+        for command in ("status", "doctor"):
+            done = saf(command, cwd=tmp_path, env=env)
+            said = " ".join((done.stdout + done.stderr).split())
+            assert f"ix {origin}, PGPASSWORD or the passfile" in said, said
+    done = saf("worker", "consumers:worker", cwd=tmp_path, env=env)
+    assert "ix the dsn given to this program, PGPASSWORD" in done.stderr
 
 
 def test_the_doctor_calls_a_refused_login_an_error_and_not_a_database_that_is_away(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,27 @@ def test_explain_asks_the_destination_whether_it_has_the_service(folder: Path, m
     assert told["no_service"] == {"mom": sentence}
     assert saf(*shlex.split(create)[1:], cwd=folder).returncode == 0
     assert saf("route", "explain", "biling", cwd=folder).returncode == 0
+
+
+def test_a_service_without_a_route_is_shown_with_the_command_that_adds_one(
+    tmp_path: Path, app: Dsn, mom: Dsn
+) -> None:
+    config = configure(tmp_path / "one.toml", {"shop": app}, {"ledger": mom})
+    config.write_text(re.sub("default_destination.*\n", "", config.read_text()))
+    assert saf("route", "add", "ledger", "--service", "billing", "--config", config).returncode == 0
+    done = saf("route", "explain", "biling", "--config", config)
+    command = "saf route add ledger --service biling --broker shop"
+    assert f"Did you mean 'billing'? Add one: `{command}`\n" in done.stdout
+    text = config.read_text().replace(
+        "[destinations.ledger]",
+        '[destinations.erp]\ndsn = "host=/nonexistent dbname=erp"\n\n[destinations.ledger]',
+    )
+    config.write_text(text)
+    done = saf("route", "explain", "feeds", "--config", config)
+    command = "saf route add DESTINATION --service feeds --broker shop"
+    assert f"`{command}`; DESTINATION is one of erp, ledger\n" in done.stdout
+    done = saf("route", "add", "mom", "--config", config)
+    assert "no [destinations.mom] in saf.toml, only erp, ledger" in done.stderr
 
 
 def test_explain_says_which_destination_could_not_be_asked(folder: Path, app: Dsn) -> None:

@@ -204,7 +204,7 @@ def test_a_message_that_would_wait_for_a_route_is_code_75(folder: Path) -> None:
     (folder / "saf.toml").write_text(re.sub("default_destination.*\n", "", text))
     done = saf("route", "explain", "billing", cwd=folder)
     assert done.returncode == TRY_AGAIN
-    assert ": no route, so it would wait. Add one: `saf route add " in done.stdout
+    assert ": no route, so it would wait. Add one: `saf route add DESTINATION " in done.stdout
 
 
 def test_what_is_wrong_is_named_with_what_was_meant(folder: Path) -> None:

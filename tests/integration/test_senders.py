@@ -8,8 +8,11 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -24,7 +27,7 @@ from saf.broker import services
 from saf.broker.grants import Kind, grant
 from saf.broker.senders import add_senders, remove_senders, senders, vouched_since
 from saf.database import Dsn
-from saf.errors import ConfigurationError, UsageError
+from saf.errors import ConfigurationError, InvalidMessage, UsageError
 from saf.log import ring
 from tests import dialogs
 from tests.pipeline import bodies, connect, forward, let_time_pass, run
@@ -104,6 +107,239 @@ def test_a_role_sends_only_as_whom_and_to_whom_its_rules_say(
     raw(shop, PLAIN.format("'shop'"))
     run(app, mom=mom)  # as the owner
     assert len(bodies(mom)) == 107
+
+
+LATER = datetime(2199, 1, 1, tzinfo=UTC)
+DUE = "UPDATE saf.held SET due = now() WHERE due IS NOT NULL"
+HELD = "SELECT convert_from(body, 'UTF8'), sender, refused FROM saf.held ORDER BY held_id"
+
+
+def hold(dsn: Dsn, from_service: str | None, name: str, **more: Any) -> saf.Sent:
+    with connect(dsn) as connection, connection.transaction():
+        return Outbox(from_service=from_service).send(
+            connection, "billing", name, name=name, **{"deliver_at": LATER, **more}
+        )
+
+
+TAKEN = r"name: '.*' to service 'billing' is taken by another sender: choose a name of your own$"
+
+
+@every_postgresql
+def test_rules_hold_for_what_is_held_cancelled_replaced_and_moved_to_another_time(
+    app: Dsn, role: Role
+) -> None:
+    name, bank = role("writer"), role("writer")
+    with connect(app) as owner:
+        add_senders(owner, name, "shop", ["billing"], refuse_others=True)
+        add_senders(owner, bank, "bank", ["billing"])
+    shop = login(app, name)
+    hold(shop, "shop", "of the shop")
+    hold(login(app, bank), "bank", "of the bank")
+    hold(app, "bank", "of the owner")
+    for sender in ("bank", None):
+        for more in ({}, {"deliver_at": None}):
+            with pytest.raises(ConfigurationError, match=rf"role {name} may not send"):
+                hold(shop, sender, "another", **more)
+    for if_there in ("replace", "later"):
+        with pytest.raises(InvalidMessage, match=TAKEN):
+            hold(shop, "shop", "of the bank", if_there=if_there)
+    with connect(shop) as connection, connection.transaction():
+        for call in ("cancel('billing', {})", "reschedule('billing', {}, now())"):
+            with (
+                pytest.raises(psycopg.errors.InsufficientPrivilege) as refused,
+                connection.transaction(),
+            ):
+                connection.execute(("SELECT saf." + call.format("'of the bank'")).encode())
+            assert refused.value.diag.constraint_name == "name_taken"
+            assert refused.value.diag.message_hint is None
+    for act in (Outbox().cancel, partial(Outbox().reschedule, deliver_at=LATER)):
+        with (
+            pytest.raises(InvalidMessage, match=TAKEN) as taken,
+            connect(shop) as connection,
+            connection.transaction(),
+        ):
+            act(connection, "billing", "of the bank")
+        assert (taken.value.field, "saf sender" in str(taken.value)) == ("name", False)
+    with connect(shop) as connection, connection.transaction():
+        assert Outbox().reschedule(connection, "billing", "of the shop", LATER)
+        assert Outbox().cancel(connection, "billing", "of the shop")
+    assert [body for body, *_ in rows(app)] == ["of the bank", "of the owner"]
+    assert rows(app)[0][1:] == (bank, None)
+
+
+def rows(dsn: Dsn) -> list[tuple[Any, ...]]:
+    with connect(dsn) as connection:
+        return connection.execute(HELD).fetchall()
+
+
+@every_postgresql
+@pytest.mark.parametrize("deliver_at", [None, LATER])
+def test_a_name_that_another_sender_has_taken_is_an_error_and_not_a_silence(
+    app: Dsn, role: Role, deliver_at: datetime | None
+) -> None:
+    name, bank = role("writer"), role("writer")
+    with connect(app) as owner:
+        add_senders(owner, name, "shop", refuse_others=True)
+        add_senders(owner, bank, "bank")
+    hold(login(app, name), "shop", "n", deliver_at=deliver_at)
+    assert not hold(login(app, name), "shop", "n").is_new
+    with pytest.raises(InvalidMessage, match=TAKEN):
+        hold(login(app, bank), "bank", "n")
+
+
+def test_a_sender_whose_own_rule_is_gone_is_told_so(app: Dsn, role: Role) -> None:
+    name = role("writer")
+    hold(login(app, name), "shop", "n")
+    with connect(app) as owner:
+        add_senders(owner, name, "bank", refuse_others=True)
+    with (
+        pytest.raises(ConfigurationError, match=rf"role {name} may not send as service 'shop'"),
+        connect(login(app, name)) as connection,
+        connection.transaction(),
+    ):
+        Outbox().cancel(connection, "billing", "n")
+
+
+@every_postgresql
+def test_the_role_that_is_set_counts_as_it_does_for_an_insert(app: Dsn, role: Role) -> None:
+    name, group = role("writer"), role("writer")
+    with connect(app) as owner:
+        owner.execute(f"GRANT {group} TO {name}".encode())
+        add_senders(owner, group, "shop")
+        owner.execute(f"REVOKE {group} FROM {name}".encode())
+    with pytest.raises(ConfigurationError, match=rf"role {name} may not send"):
+        hold(login(app, name), "shop", "n")
+    with connect(app) as owner:
+        owner.execute(f"GRANT {group} TO {name}".encode())
+    with connect(login(app, name)) as connection, connection.transaction():
+        connection.execute(f"SET ROLE {group}".encode())
+        Outbox(from_service="shop").send(connection, "billing", "n", deliver_at=LATER)
+    assert rows(app) == [("n", group, None)]
+
+
+@every_postgresql
+def test_rules_that_have_come_since_hold_when_the_message_is_due(
+    app: Dsn, mom: Dsn, role: Role
+) -> None:
+    name, bank, gone = role("writer"), role("writer"), role("writer")
+    hold(login(app, name), "shop", "first")
+    hold(login(app, bank), "bank", "second")
+    hold(login(app, gone), "bank", "third")
+    with connect(app) as owner:
+        add_senders(owner, name, "shop", refuse_others=True)
+        owner.execute(f"ALTER ROLE {gone} RENAME TO {gone}_x".encode())
+        try:
+            owner.execute(DUE)
+            run(app, mom=mom)
+        finally:
+            owner.execute(f"ALTER ROLE {gone}_x RENAME TO {gone}".encode())
+    assert bodies(mom) == ["first"]
+    (_, (body, sender, refused), (_, _, unknown)) = rows(app)
+    assert (body, sender) == ("second", bank)
+    assert f"role {bank} may not send as service 'bank'" in refused
+    assert unknown == f"role {gone}, which sent the message, does not exist"
+    run(app, mom=mom)
+    assert bodies(mom) == ["first"]
+    with connect(app) as owner:
+        add_senders(owner, bank, "bank")
+    run(app, mom=mom)
+    assert bodies(mom) == ["first", "second"]
+    with connect(app) as owner:
+        remove_senders(owner, bank)
+        remove_senders(owner, name, allow_others=True)
+    run(app, mom=mom)
+    assert bodies(mom) == ["first", "second", "third"]
+
+
+@every_postgresql
+def test_a_rule_that_comes_while_a_message_moves_waits_for_it(app: Dsn, role: Role) -> None:
+    name = role("writer")
+    hold(login(app, role("writer")), "bank", "moves")
+    with connect(app) as owner:
+        owner.execute(DUE)
+        with app.connect(role="test") as mover:
+            mover.execute("SELECT saf.move_held(10)")
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                add_senders(owner, name, "shop", refuse_others=True)
+        add_senders(owner, name, "shop", refuse_others=True)
+        ((vouched,),) = owner.execute(
+            "SELECT bool_or(id > senders_since) FROM saf.outbox, saf.broker"
+        ).fetchall()
+        assert not vouched
+
+
+@every_postgresql
+def test_what_sql_sends_is_what_python_sends(app: Dsn, role: Role) -> None:
+    writer = login(app, role("writer"))
+    columns = "from_service, to_service, to_broker, key, message_type, headers, body, expires_at, "
+    bodies_: list[tuple[object, str]] = [
+        (7, "'7'::jsonb"),
+        ("grüezi", "'grüezi'"),
+        (b"\x00\xff", "'\\x00ff'::bytea"),
+    ]
+    options: list[tuple[dict[str, Any], str]] = [
+        ({}, ""),
+        ({"name": "n"}, "name => 'n'"),
+        ({"name": "n", "deliver_at": LATER}, "name => 'n', deliver_at => '2199-01-01 UTC'"),
+        ({"deliver_at": LATER, "key": "k"}, "deliver_at => '2199-01-01 UTC', key => 'k'"),
+        (
+            {
+                "headers": {"Content-Type": "x", "A": 1},
+                "message_type": "t",
+                "from_service": "shop",
+                "to_broker": UUID(int=7),
+                "expires_at": LATER,
+                "deliver_at": datetime(2001, 1, 1, tzinfo=UTC),
+                "once_for": timedelta(days=1),
+                "name": "all",
+            },
+            """headers => '{"Content-Type": "x", "A": 1}', message_type => 't',
+            from_service => 'shop', to_broker => '00000000-0000-0000-0000-000000000007',
+            expires_at => '2199-01-01 UTC', deliver_at => '2001-01-01 UTC', once_for => '1 day',
+            name => 'all'""",
+        ),
+    ]
+    for body, literal in bodies_:
+        for given, arguments in options:
+            found = []
+            for by in ("Python", "SQL"):
+                with connect(writer) as connection, connection.transaction():
+                    for _ in range(2):
+                        if by == "Python":
+                            Outbox().send(connection, "billing", body, **given)
+                        else:
+                            call = ", ".join(filter(None, ("'billing'", literal, arguments)))
+                            connection.execute(f"SELECT saf.send({call})".encode())
+                with connect(app) as owner:
+                    read = (
+                        f"SELECT {columns} deliver_at FROM saf.outbox",
+                        f"SELECT {columns} due, name, once_for, sender FROM saf.held",
+                    )
+                    found.append([owner.execute(one.encode()).fetchall() for one in read])
+                    owner.execute("TRUNCATE saf.outbox")
+                    owner.execute("DELETE FROM saf.held")
+            assert found[0] == found[1], arguments
+            assert any(found[0])
+
+
+@every_postgresql
+def test_sql_cancels_and_moves_to_another_time_as_python_does(app: Dsn, role: Role) -> None:
+    with connect(login(app, role("writer"))) as connection:
+
+        def ask(call: str) -> object:
+            ((answer, *_),) = connection.execute(f"SELECT * FROM saf.{call}".encode()).fetchall()
+            return answer
+
+        first = ask("send('billing', 'a', name => 'n', deliver_at => now() + interval '1 day')")
+        assert ask("send('billing', 'b', name => 'n')") == first
+        assert ask("reschedule('billing', 'n', now() + interval '2 days')") is True
+        assert ask("reschedule('billing', 'm', now())") is False
+        assert ask("cancel('billing', 'n')") is True
+        assert ask("cancel('billing', 'n')") is False
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match="'replace', 'later', got"):
+            ask("send('billing', 'b', name => 'n', if_there => 'other')")
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match="to send the message now"):
+            ask("reschedule('billing', 'n', NULL)")
 
 
 def test_under_asyncio_and_sqlalchemy_the_refusal_is_the_same(app: Dsn, role: Role) -> None:
@@ -319,7 +555,7 @@ FORGED = {"broker": "00000000-0000-4000-8000-000000000000", "service": "bank"}
 def known(mom: Dsn) -> dict[str | None, Any]:
     """By key, what a receiver is told of the sender."""
     with connect(mom) as owner:
-        services.create_service(owner, "billing")
+        services.create_service(owner, "billing", start="beginning")
     engine = mom.engine()
     with saf.receive(engine, "billing") as delivery:
         found = {message.key: (message.verified_from, message.headers) for message in delivery}
@@ -451,7 +687,7 @@ def test_the_page_on_receiving_shows_a_handler_that_believes_the_verified_sender
     raw(login(app, name), insert.format("checked"))
     run(app, mom=mom)
     with connect(mom) as owner:
-        services.create_service(owner, "billing")
+        services.create_service(owner, "billing", start="beginning")
         owner.execute("CREATE TABLE invoice (number text PRIMARY KEY, paid bool)")
         done = run_program(
             [BIN / "saf", "worker", "consumers:worker", "--drain"],

@@ -87,3 +87,25 @@ def test_the_encoder_and_the_content_type_are_the_applications(app: Dsn) -> None
         (None, "application/json", '{"price":1.5}'),
         (None, "application/xml", "<order/>"),
     ]
+
+
+def test_by_name_a_message_is_held_once_moved_and_taken_back(app: Dsn) -> None:
+    env = {"DSN": app.conninfo}
+    done = run([sys.executable, "-c", block("by-name")], env=env)
+    assert done.stdout == "True False True\nTrue\n", done.stderr
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT to_service, name FROM saf.held WHERE due > now()") == [
+            ("search", "reindex-42")
+        ]
+        assert fetch(connection, "SELECT FROM saf.outbox") == []
+
+
+def test_sql_holds_moves_and_takes_back_by_name(app: Dsn) -> None:
+    with connect(app) as connection:
+        answers = [
+            fetch(connection, statement)[0][0]
+            for statement in block("sql-by-name").split(";")
+            if statement.strip()
+        ]
+        assert answers[1:] == [True, True]
+        assert fetch(connection, "SELECT FROM saf.held") == []

@@ -72,10 +72,23 @@ def test_parked_lists_the_lanes_and_retry_now_makes_them_due(config: Path) -> No
     assert answer("parked", "retry-now", config=config)["lanes"] == {"mom": 0, "shop": 1}
     (lane,) = answer("parked", "list", config=config)["parked"]
     assert lane["due"]
-    assert " now " in saf("parked", "list", "--config", config).stdout
+    assert " due since 20" in saf("parked", "list", "--config", config).stdout
     done = saf("parked", "retry-now", "--destination", "mom", "--config", config)
     nothing = "No matching parked messages at mom, shop. Nothing is retried.\n"
     assert done.stdout == nothing
+
+
+@pytest.mark.usefixtures("aside")
+def test_retry_now_names_the_first_keys_of_the_lanes_as_other_decisions_do(
+    config: Path, app: Dsn
+) -> None:
+    done = saf("parked", "retry-now", "--config", config)
+    assert done.stdout == "shop: 1 lane to be tried by the next run (k)\n"
+    with connect(app) as connection:
+        connection.execute(OF_A_KEY)
+        connection.execute("UPDATE saf.parked SET key = 'k-' || parked_id WHERE kind = 'main'")
+    done = saf("parked", "retry-now", "--config", config)
+    assert done.stdout.startswith("shop: 2 lanes to be tried by the next run (k-1, k-2, k-3, …)")
 
 
 OF_A_KEY = """
@@ -105,7 +118,9 @@ def test_every_lane_is_listed_also_a_receivers_behind_those_of_the_forwarder(
     assert (later["kind"], later["subject"], later["messages"]) == ("later", "A-1", 1)
     assert "nothing in saf.backoff says" in later["error"], "nobody would try it"
     said = saf("parked", "list", "--subscription", "reader", "--config", config).stdout
-    assert "shop 1 handler for key 'A-1' reader 0 now it fails" in " ".join(said.split())
+    assert "shop 1 next attempt of reader for key 'A-1' reader 0 due since" in " ".join(
+        said.split()
+    )
 
 
 @pytest.mark.usefixtures("aside")
@@ -118,7 +133,11 @@ def test_dead_letters_are_listed_shown_retried_and_discarded(
     assert "[/]" in saf("dead", "list", "--reason", "rejected", "--config", config).stdout
     number = str(first["dead_letter_id"])
     shop = ("--broker", "shop", "--config", config)
-    assert saf("dead", "show", number, *shop).stdout == "x"
+    assert saf("dead", "show", number, "--body", *shop).stdout == "x"
+    lines = saf("dead", "show", number, *shop).stdout.splitlines()
+    details = [line.split("  ", 1) for line in lines]
+    assert [name for name, _ in details[:5]] == ["what", "error", "message id", "key", "service"]
+    assert "polite" in details[1][1]
 
     dry = answer("dead", "retry", "--all", "--dry-run", config=config)["dead_letters"]
     assert dry == [first, second]
@@ -136,26 +155,72 @@ def test_dead_letters_are_listed_shown_retried_and_discarded(
 
 @pytest.mark.usefixtures("aside")
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "what"),
     [
-        ["dead", "retry", "1"],
-        ["dead", "discard", "1"],
-        ["dead", "redirect", "1", "--to", "mom"],
-        ["dead", "show", "1"],
-        ["dead", "discard", "1", "--dry-run"],
-        ["parked", "discard", "1"],
-        ["parked", "redirect", "1", "--to", "mom"],
-        ["outbox", "show", "1"],
+        (["dead", "discard", "1"], "dead letter 1"),
+        (["dead", "redirect", "1", "--to", "mom"], "dead letter 1"),
+        (["parked", "discard", "1"], "parked message 1"),
+        (["parked", "redirect", "1", "--to", "mom"], "parked message 1"),
     ],
 )
 def test_what_a_number_names_is_decided_about_in_one_broker_only(
-    tmp_path: Path, app: Dsn, mom: Dsn, other: Dsn, arguments: list[str]
+    config: Path, arguments: list[str], what: str
+) -> None:
+    done = saf(*arguments, "--config", config)
+    command = f"`saf {' '.join(arguments)} --config {config} --broker shop`"
+    refusal = f"saf: numbers are different at each broker, and {what} is at shop: {command}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", refusal)
+    assert answer("dead", "list", "--count", config=config)["dead_letters"]["shop"] == 2
+
+
+@pytest.mark.usefixtures("aside")
+def test_a_number_of_one_broker_alone_needs_no_broker_where_nothing_can_be_lost(
+    tmp_path: Path, app: Dsn, mom: Dsn, other: Dsn, config: Path
 ) -> None:
     config = configuration(tmp_path / "saf.toml", {"shop": app, "till": other}, {"mom": mom})
-    done = saf(*arguments, "--config", config)
-    said = "saf: numbers are different at each broker: add --broker with one of mom, shop, till\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
-    assert answer("dead", "list", "--count", config=config)["dead_letters"]["shop"] == 2
+    assert "polite" in saf("dead", "discard", "1", "--dry-run", "--config", config).stdout
+    assert "polite" in saf("dead", "show", "1", "--config", config).stdout
+    done = saf("dead", "retry", "1", "--config", config)
+    assert done.stdout == "shop: 1 dead letter set to be retried by the next `saf forward` ([/])\n"
+    done = saf("dead", "retry", "17", "--config", config)
+    refusal = "saf: no dead letter 17 at mom, shop, till; see `saf dead list`\n"
+    assert (done.returncode, done.stderr) == (2, refusal)
+    done = saf("dead", "show", "17", "--broker", "shop", "--config", config)
+    refusal = "saf: no dead letter 17 at shop; see `saf dead list`\n"
+    assert (done.returncode, done.stderr) == (2, refusal)
+    done = saf("outbox", "show", "1", "--config", config)
+    refusal = "numbers are different at each broker: add --broker with one of mom, shop, till\n"
+    assert (done.returncode, done.stderr) == (2, f"saf: {refusal}")
+
+
+def test_a_number_that_several_brokers_know_is_retried_at_none(
+    config: Path, app: Dsn, mom: Dsn
+) -> None:
+    for dsn in (app, mom):
+        with connect(dsn) as connection:
+            connection.execute(MANY, [2])
+    done = saf("dead", "retry", "1", "--config", config)
+    command = f"`saf dead retry 1 --config {config} --broker mom`"
+    assert done.returncode == 2
+    assert f"dead letter 1 is at mom, shop: {command}" in done.stderr
+    assert answer("dead", "list", "--count", config=config)["dead_letters"] == {"mom": 2, "shop": 2}
+
+
+def test_an_unknown_failure_group_is_refused(config: Path) -> None:
+    refusal = "no group 0123456789ab at mom, shop; see `saf dead groups`"
+    for command in (["dead", "retry"], ["dead", "discard", "--yes"]):
+        done = saf(*command, "--group", "0123456789ab", "--config", config)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"saf: {refusal}\n")
+    done = saf("parked", "retry-now", "--group", "0123456789ab", "--config", config)
+    assert (done.returncode, "see `saf parked groups`" in done.stderr) == (2, True)
+
+
+def test_brokers_that_cannot_be_reached_are_named_before_what_the_others_have(
+    tmp_path: Path, app: Dsn, mom: Dsn
+) -> None:
+    config = configuration(tmp_path / "saf.toml", {"shop": app, "till": NOWHERE}, {"mom": mom})
+    shown = on_a_terminal("dead", "list", "--config", str(config), columns=300)
+    assert shown.index("broker 'till'") < shown.index("No dead letters at mom, shop.")
 
 
 ENOUGH = 2500
@@ -211,7 +276,7 @@ def test_a_decision_that_is_interrupted_ends_with_its_step_and_says_what_is_done
         (["dead", "show", "7", "--broker", "shop"], "no dead letter 7"),
         (
             ["parked", "list", "--broker", "shp"],
-            "no [brokers.shp] in saf.toml (did you mean 'shop'?), only mom, shop",
+            "in saf.toml (did you mean 'shop'?), only mom, shop",
         ),
     ],
 )
@@ -257,10 +322,17 @@ def test_parked_messages_are_listed_counted_discarded_and_redirected(
     shop = ("--broker", "shop")
     dry = answer("parked", "discard", first, "--dry-run", *shop, config=config)
     assert dry["parked"] == {"shop": {"messages": 1, "stay": 0, "why": {}}}
+    assert dry["messages"] == listed[:1]
+    dry_shown = saf("parked", "discard", first, "--dry-run", *shop, "--config", config).stdout
+    assert " ship " in dry_shown.splitlines()[1]
+    assert dry_shown.splitlines()[2] == "shop: 1 parked message"
     chosen = ("parked", "discard", first, "--why", "a test", *shop, "--config", config)
     done = saf(*chosen)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "Add --yes to confirm, or --dry-run to show the matches" in done.stderr
+    lost = "1 parked message at shop (k) would be lost"
+    assert done.stderr == (
+        f"saf: nothing is done yet: {lost}: add --yes, or --dry-run to list them\n"
+    )
     done = saf(*chosen, "--yes")
     assert done.stdout == "shop: 1 parked message discarded (k)\n"
     done = saf("parked", "redirect", "--all", "--to", "mum", "--config", config)
@@ -315,13 +387,34 @@ def test_discarding_asks_on_a_terminal_with_the_number_and_the_keys(config: Path
 
 
 @pytest.mark.usefixtures("aside")
+def test_a_question_answered_with_no_ends_with_one(config: Path) -> None:
+    terminal, stdin = os.openpty()
+    os.write(terminal, b"n\n")
+    command = ["saf", "dead", "discard", "--all", "--config", str(config)]
+    done = subprocess.run(
+        [str(BIN / command[0]), *command[1:]],
+        env=environment(),
+        stdin=stdin,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    os.close(stdin)
+    os.close(terminal)
+    assert done.returncode == 1
+    assert done.stderr.endswith("nothing is done\n")
+
+
+@pytest.mark.usefixtures("aside")
 @pytest.mark.parametrize("what", ["dead", "parked"])
 def test_discarding_without_a_terminal_needs_yes_and_says_so(config: Path, what: str) -> None:
     before = answer("status", config=config)
     for json_ in ([], ["--json"]):
         done = saf(what, "discard", "--all", *json_, "--config", config)
         assert (done.returncode, done.stdout) == (2, "")
-        assert "Add --yes to confirm, or --dry-run to show the matches" in done.stderr
+        count, key = {"dead": ("2 dead letters", "[/]"), "parked": ("3 parked messages", "k")}[what]
+        lost = f"{count} at shop ({key}) would be lost: add --yes, or --dry-run to list them"
+        assert lost in done.stderr
     after = answer("status", config=config)
     counts = [
         (one["parked"], one["dead_letters"]) for one in (*before["brokers"], *after["brokers"])
@@ -378,11 +471,11 @@ JOIN saf.subscription s USING (name) WHERE s.log = CASE name WHEN 'reader' THEN 
         ("route", ["route (retry)", "route for service 'ship'"]),
         (
             "found-route",
-            ["found-route for service 'ship' to 'mom'", "found-route to 'mom' (replay)"],
+            ["destination 'mom' (replay)", "service 'ship' at 'mom'"],
         ),
         ("service", ["service 'biling' at 'mom'"]),
         ("outcome", ["outcome at 'mom'"]),
-        ("handler", ["handler for key 'A-1'"]),
+        ("handler", ["next attempt for key 'A-1'"]),
         ("time", ["time for shard '7'"]),
         ("conversation", []),
     ],
@@ -398,9 +491,20 @@ def test_parked_messages_are_listed_by_what_they_wait_for(
     rows = answer("parked", "list", "--waits-for", waits_for, config=config)["parked"]
     assert [row["waits_for"] for row in rows] == [waits_for] * len(texts)
     said = " ".join(saf("parked", "list", "--config", config).stdout.split())
-    assert all(f" {text} " in said for text in texts)
+    assert all(f" {lane.words} " in said for lane in found)
     due = answer("parked", "retry-now", "--waits-for", waits_for, config=config)["lanes"]
     assert due["shop"] == (0 if waits_for == "time" else len(texts))
+
+
+def test_parked_messages_are_chosen_by_their_origin(config: Path, app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute(WAITING)
+    for origin, kinds in (("retry", ["retry", "retry"]), ("replay", ["found_replay"])):
+        rows = answer("parked", "list", "--origin", origin, config=config)["parked"]
+        assert [row["kind"] for row in rows] == kinds
+        due = answer("parked", "retry-now", "--origin", origin, config=config)["lanes"]
+        assert due["shop"] == len(kinds)
+    assert answer("parked", "messages", "--origin", "retry", config=config)["parked"] == []
 
 
 def test_what_parked_messages_cannot_wait_for_is_refused_with_the_words(config: Path) -> None:

@@ -231,6 +231,23 @@ def test_one_is_exactly_one(database: Database) -> None:
         sent.none(to_service="billing")
 
 
+def test_what_is_held_is_seen_with_its_name_and_time(database: Database) -> None:
+    sent, soon = Sent(database), datetime.now(UTC) + timedelta(hours=1)
+    with database.connect() as connection:
+        outbox.send(connection, "billing", "1", name="a", deliver_at=soon)
+        outbox.send(connection, "billing", "2", name="b")
+        outbox.send(connection, "billing", "3")
+    assert [(one.text(), one.name, one.due) for one in sent.all()] == [
+        *(("2", "b", None), ("3", None, None), ("1", "a", soon)),
+    ]
+    assert sent.one(name="a", deliver_at=soon, due=soon).text() == "1"
+    with pytest.raises(AssertionError, match="name='a'"):
+        sent.one(name="c", due=soon)
+    Clock([database]).move(hours=1)
+    sent.none(due=soon)
+    assert sent.one(name="a").due is not None
+
+
 def test_what_is_nearest_is_shown_first_and_long_bodies_are_cut(database: Database) -> None:
     sent = Sent(database)
     send(database, *range(10), service="shipping")
@@ -438,7 +455,7 @@ def test_what_is_delayed_or_has_expired_is_no_failure(billing: Database) -> None
     send(billing, "too late", expires_at=now - timedelta(hours=1))
     drain, clock = Drain(billing), Clock([billing])
     drained = drain(worker(billing))
-    assert (drained.forwarded, drained.handled, drained.parked, drained.dead) == (1, 0, 1, 1)
+    assert (drained.handled, drained.parked, drained.dead, drained.held) == (0, 0, 1, 1)
     assert dead(billing.dsn) == [("too late", "expired")]
     clock.move(minutes=59)
     assert drain(worker(billing)).handled == 0
@@ -506,11 +523,23 @@ def moments(database: Database) -> dict[tuple[str, str], list[datetime]]:
 def test_the_clock_moves_exactly_what_the_page_says(billing: Database, mom: Dsn) -> None:
     soon = datetime.now(UTC) + timedelta(hours=1)
     send(billing, "bad", "behind", "other", key="k", deliver_at=None, expires_at=soon)
-    send(billing, "later", deliver_at=soon, expires_at=soon + timedelta(hours=1))
+    with billing.connect() as connection:
+        connection.execute(
+            "INSERT INTO saf.outbox (to_service, body, deliver_at, expires_at) "
+            "VALUES ('billing', 'later', %s, %s)",
+            [soon, soon + timedelta(hours=1)],
+        )
+    send(billing, "held", deliver_at=soon)
+    with billing.connect() as connection:
+        outbox.send(connection, "billing", "named", name="n")
+        far = soon + timedelta(hours=1)
+        outbox.send(connection, "billing", "soon", deliver_at=soon, expires_at=far)
     send(billing, "too late", expires_at=soon - timedelta(hours=2))
     Drain(billing)(worker(billing), errors="park")
     with billing.connect() as connection:
         saf.begin_dialog(connection, from_service="billing", to_service="shop", lifetime=3600)
+        saf.schedules.add(connection, "daily", "billing", "", every="1d", anchor=soon)
+        connection.execute("UPDATE saf.schedule SET last_run = next_run - interval '1 day'")
     with Cycle(billing.dsn, forwarding_rules(mom=mom)) as member:
         member.open()
         before = moments(billing)

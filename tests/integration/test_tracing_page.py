@@ -40,7 +40,7 @@ def test_the_code_receives_and_logs(
 ) -> None:
     prepared(tmp_path, app, mom)
     put(mom, '{"order": 7}')
-    monkeypatch.setenv("STORE_DSN", mom.conninfo)
+    monkeypatch.setenv("MOM_DSN", mom.conninfo)
     receives, logs = blocks(PAGE, "python")
     exec(receives, {})  # noqa: S102 - the page's own
     assert capsys.readouterr().out == "{'order': 7}\n"

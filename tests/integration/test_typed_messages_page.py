@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from saf.broker.embedded import programs
 from saf.config import load
 from saf.database import Dsn, fetch
 from saf.destinations.kafka import Kafka
 from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import connect, forward
-from tests.programs import BIN, run
+from tests.programs import BIN, INSTALLED, run
 
 PAGE = page("typed-messages.md")
-INVOICE = "CREATE TABLE invoice (number text PRIMARY KEY, total numeric, currency text)"
+WITH_PSQL = f"{INSTALLED}:{programs(18)}"
 
 
 def block(name: str) -> str:
@@ -31,8 +32,7 @@ def folder(tmp_path: Path, app: Dsn, mom: Dsn) -> Path:
     prepared(tmp_path, app, mom)
     for name in ("events.py", "send.py", "billing.py", "plan.toml"):
         (tmp_path / name).write_text(block(name))
-    with connect(mom) as connection:
-        connection.execute(INVOICE)
+    shell(block("table"), tmp_path, app, mom, path=WITH_PSQL)
     return tmp_path
 
 
@@ -64,11 +64,23 @@ def test_an_order_is_sent_received_and_received_in_its_next_version(
 
 
 def test_the_first_version_is_handled(folder: Path, app: Dsn, mom: Dsn) -> None:
+    said = shell(block("run"), folder, app, mom, path=WITH_PSQL)
+    assert "(mom: 1)" in said
+    assert " A-1    | 19.90" in said
+
+
+def test_a_dataclass_is_not_validated_when_it_is_sent(folder: Path, app: Dsn, mom: Dsn) -> None:
+    sent = block("send.py").replace('Decimal("19.90")', '"abc"')
+    (folder / "send.py").write_text(sent)
     in_folder(folder, app, mom, sys.executable, "send.py")
     forward(app, mom=mom)
-    in_folder(folder, app, mom, str(BIN / "saf"), "worker", "billing:worker", "--drain")
-    with connect(mom) as store:
-        assert fetch(store, "SELECT number, total FROM invoice") == [("A-1", Decimal("19.90"))]
+    done = run(
+        [BIN / "saf", "worker", "billing:worker", "--drain"],
+        cwd=folder,
+        env={"MOM_DSN": mom.conninfo},
+        tracebacks=True,  # the worker logs that of the body
+    )
+    assert "made 1 dead letter" in done.stdout
 
 
 def test_the_commands_store_and_publish_the_schemas(folder: Path, app: Dsn, mom: Dsn) -> None:

@@ -35,6 +35,10 @@ from tests.signing import hmac_key, signer
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("disarmed")]
 
+LATER = """
+INSERT INTO saf.outbox (to_service, body, deliver_at)
+VALUES ('billing', 'later', now() + interval '9 h')
+"""
 PAGE = (ROOT / "docs" / "where-messages-end.md").read_text()
 
 
@@ -89,7 +93,7 @@ def send_all(app: Dsn, mom: Dsn) -> None:
         past = datetime.now(UTC) - timedelta(seconds=1)
         with connection.transaction():
             add(connection, "billing", "bad")
-            add(connection, "billing", "later", deliver_at=datetime.now(UTC) + timedelta(hours=9))
+            connection.execute(LATER)
             add(connection, "billing", "not now", key="k")
             add(connection, "billing", "x")
             add(connection, "billing", "too late", expires_at=past)
@@ -192,7 +196,7 @@ def test_every_end_is_reached_and_the_pages_commands_show_it(
         ("discard", 1, "nobody asks")
     ]
     (given_up,) = answer("dead", "audit", "--broker", "mom", of="audit")
-    assert given_up["why"].startswith("subscription 'more' is removed, and has messages to be read")
+    assert given_up["why"].startswith("subscription 'more' is removed, and has 3 messages")
 
     commands = re.findall(r"<!-- test: shell -->\n```sh\n(.*?)```", PAGE, re.DOTALL)
     script = "".join(commands).replace("saf doctor ", "saf doctor || true ")

@@ -44,7 +44,7 @@ def test_what_send_writes_is_columns_of_a_message() -> None:
 
 @pytest.mark.every_postgresql
 @pytest.mark.parametrize(
-    "table", ["outbox", "inbox", "outbox_7", "inbox_0", "parked", "dead_letter"]
+    "table", ["outbox", "inbox", "outbox_7", "inbox_0", "parked", "dead_letter", "held"]
 )
 def test_each_table_of_messages_has_the_columns_of_a_message_in_order(app: Dsn, table: str) -> None:
     longer = {"timestamptz": "timestamp with time zone"}

@@ -19,6 +19,7 @@ from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
+from sqlalchemy.exc import ProgrammingError
 
 from saf import Outbox
 from saf.broker.embedded import DEFAULT_VERSION, programs
@@ -43,11 +44,12 @@ CATALOG = {
         WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p', 'i', 'I', 'S', 'v')
     """,
     "columns": """
-        SELECT c.relname, a.attnum, a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull,
-               a.attidentity, a.attgenerated, pg_get_expr(d.adbin, d.adrelid), co.collname,
+        SELECT c.relname, row_number() OVER (PARTITION BY c.oid ORDER BY a.attnum), a.attname,
+               format_type(a.atttypid, a.atttypmod), a.attnotnull, a.attidentity, a.attgenerated,
+               pg_get_expr(d.adbin, d.adrelid), co.collname,
                a.attstorage, a.attcompression, col_description(c.oid, a.attnum)
         FROM pg_class c
-        JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0
+        JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
         LEFT JOIN pg_attrdef d ON d.adrelid = c.oid AND d.adnum = a.attnum
         LEFT JOIN pg_collation co ON co.oid = a.attcollation
         WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p')
@@ -127,6 +129,21 @@ def test_what_follows_the_first_revision_goes_up_down_and_up_again(app: Dsn) -> 
     command.upgrade(config(app), "head")
     assert catalog(app) == first
     assert usable(app)
+
+
+def test_messages_that_are_held_keep_a_database_from_going_back(app: Dsn) -> None:
+    with app.connect(role="test") as connection:
+        connection.execute("SELECT saf.send('a', 'x', name => 'n', deliver_at => '2199-01-01')")
+    before = catalog(app)
+    with pytest.raises(ProgrammingError, match="messages are held"):
+        command.downgrade(config(app), BASELINE)
+    assert catalog(app) == before
+    with app.connect(role="test") as connection:
+        check_schema(connection)
+        connection.execute("SELECT saf.cancel('a', 'n')")
+    command.downgrade(config(app), BASELINE)
+    migrate(app)
+    assert catalog(app) == before
 
 
 def test_the_oldest_revision_is_not_undone(app: Dsn) -> None:

@@ -31,6 +31,8 @@ def _forwarding(kind: str, *switches: str) -> tuple[str, ...]:
 PROVEN = (
     Run(model="log", switches=("WRITERS=3",), gate=True),
     Run(model="log", switches=("WRITERS=4",)),
+    Run(model="following", gate=True),
+    Run(model="following", switches=("WRITERS=4",)),
     Run(model="forwarding", switches=_forwarding("POSTGRESQL")),
     *(
         Run(
@@ -58,6 +60,7 @@ PROVEN = (
     ),
     Run(model="lanes", switches=("FAULTS=0",), gate=True),
     Run(model="lanes", switches=("TAKEOVERS=2",)),
+    Run(model="held", gate=True),
     Run(model="kafka", switches=("TURNS=3",), gate=True),
     Run(model="kafka"),
     Run(model="setback", gate=True),
@@ -82,6 +85,8 @@ PLANTED = tuple(
         ("log", "NO_IN_PROGRESS", "nothing lost"),
         ("log", "ALL_COMMITTED", "a batch never changes"),
         ("log", "WRITERS=2 NO_LOCK", "order"),
+        ("following", "LEVEL_TO_NOW", "nothing lost"),
+        ("following", "END_IS_NOW", "nothing lost"),
         ("forwarding", "MESSAGES=2 NO_EPOCH", "fenced"),
         ("forwarding", "MESSAGES=2 NO_MARK", "nothing twice"),
         ("forwarding", "MESSAGES=2 MARK_APART", "no false alarm"),
@@ -99,6 +104,8 @@ PLANTED = tuple(
         ("lanes", "FAULTS=0 OVERTAKE", "order"),
         ("lanes", "FAULTS=0 RELEASE_EARLY", "nothing twice"),
         ("lanes", "FAULTS=0 NO_WRITE_AHEAD", "nothing lost"),
+        ("held", "CANCEL_WHAT_WAS_READ", "never both"),
+        ("held", "MOVE_LOCKED", "nothing twice"),
         ("kafka", "NO_CLAIM", "fenced"),
         ("kafka", "NO_FENCING", "fenced"),
         ("kafka", "FENCE_BEFORE_CLAIM", "fenced"),

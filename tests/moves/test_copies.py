@@ -43,7 +43,10 @@ def test_a_storage_copy_that_caught_up_by_logical_replication_loses_nothing(
         send_numbers(follower.new, *range(60, 66), savepoint=True)
         burn(follower.new, burnt)
         if rewritten:
-            with pytest.raises(UsageError, match=r"Add --moved-by .*logical or copy"):
+            with pytest.raises(
+                UsageError,
+                match=r"do not show how the database was moved.*Add --moved-by .*logical or copy",
+            ):
                 repair(follower.new, site.mom)
             delivers_all(follower.new, site.mom, 66, moved_by=MovedBy.COPY)
         else:

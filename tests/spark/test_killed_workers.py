@@ -80,6 +80,7 @@ def test_a_loop_notes_the_problem_and_goes_on(app: Dsn, mom: Dsn, tmp_path: Path
         first = json.loads(process.stdout.readline())
         (problem,) = first["problems"]
         assert (problem["broker"], problem["kind"]) == ("app", "JobFailed")
+        assert "the Spark job failed: " in problem["error"]
         assert "Nothing is lost" in problem["error"]
         assert first["exit_code"] == 75
         then = json.loads(process.stdout.readline())

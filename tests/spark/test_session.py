@@ -17,7 +17,7 @@ from saf.database import Dsn
 from saf.spark import java
 from tests.needed import absent, needed
 from tests.pipeline import connect
-from tests.programs import configuration
+from tests.programs import NAMELESS_HOST, configuration
 
 START = """
 import sys
@@ -39,10 +39,7 @@ sys.stdin.readline()
 """
 
 UNSHARE = needed("unshare", "util-linux")
-NOWHERE = [
-    *(UNSHARE, "--user", "--map-root-user", "--uts"),
-    *("sh", "-c", 'hostname no-such-host.invalid; exec "$@"', "sh"),
-]
+NOWHERE = [UNSHARE, "--user", "--map-root-user", *NAMELESS_HOST]
 NOBODY = [UNSHARE, "--user", "--map-user=54321"]
 
 

@@ -101,8 +101,7 @@ class Site:
     def close(self) -> None:
         """Let go of it all, and of what the forwarders of this process have kept."""
         self.closing.close()
-        while connections._kept:
-            connections.drop(connections._kept.popitem()[1])
+        connections.forget()
 
     @staticmethod
     def empty(place: Place) -> None:

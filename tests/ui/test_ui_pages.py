@@ -188,7 +188,9 @@ def test_what_waits_is_tried_now_on_an_operators_word_and_audited(
     run(app, mom=mom)
     visitor = there.client()
     until(lambda: "billing" in visitor.get("/parked").text)
-    due = visitor.form("/", "/parked/retry", {"lane": "route", "why": "the route is there now"})
+    due = visitor.form(
+        "/", "/parked/retry", {"waits_for": "route", "why": "the route is there now"}
+    )
     assert "1 lane to be tried by the next run" in due.text
     page = visitor.get("/audit").text
     assert "retry-now of 1 lanes" in page
@@ -207,7 +209,8 @@ def test_only_lanes_that_would_be_tried_are_counted_before_they_are_retried(
     page = there.client().get("/parked/confirm", params={"broker": "mom"}).text
     assert "</bdi></strong>: 2 lanes<" in page
     assert "4 lanes more match, and keep waiting" in page
-    page = there.client().get("/parked/confirm", params={"broker": "mom", "lane": "later"}).text
+    of_time = {"broker": "mom", "waits_for": "time"}
+    page = there.client().get("/parked/confirm", params=of_time).text
     assert "Nothing waits that could be tried now" in page
     assert "1 lane more match" in page
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from saf.database import Dsn
+from saf.setaside.lane import Origin, WaitsFor
 from saf.setaside.selection import ParkedMessages
 from saf.ui.pages import set_aside
 from tests.dashboard import Dashboard, Visitor, dashboard, finished, settings
@@ -110,3 +111,38 @@ def test_who_may_view_sees_parked_messages_and_decides_nothing(shop: Dashboard) 
     for action in (CONFIRM, DECIDE):
         answer = visitor.form(PAGE, action, {"action": "discard", "matching": "yes"})
         assert answer.status_code == 403
+
+
+OF_AN_OPERATOR = """
+INSERT INTO saf.parked
+    (subscription_id, destination, kind, shard, id, batch, position, to_service, body)
+SELECT subscription_id, 'mom', 'retry', 1, 1, 1, 1, 'retried', '' FROM saf.subscription;
+INSERT INTO saf.backoff (subscription_id, destination, kind, error)
+SELECT subscription_id, 'mom', 'retry', 'no answer' FROM saf.subscription
+"""
+
+
+@pytest.mark.parametrize("page", ["/parked", PAGE, f"{PAGE}/groups"])
+def test_parked_messages_are_filtered_by_what_they_wait_for_in_the_words_of_the_command(
+    shop: Dashboard, app: Dsn, page: str
+) -> None:
+    with connect(app) as connection:
+        connection.execute(OF_AN_OPERATOR)
+    visitor = shop.client()
+
+    def found(**criteria: str) -> set[str]:
+        body = visitor.get(page, params=criteria).text.split("<tbody>")[1].split("</tbody>")[0]
+        words = re.sub(r"</?bdi>", "", html.unescape(body))
+        return {*re.findall(r">(destination 'mom'(?: \(\w+\))?)<", words)}
+
+    whole = visitor.get(page).text
+    for name, values in (("waits_for", WaitsFor), ("origin", Origin)):
+        select = whole.split(f'<select name="{name}">')[1].split("</select>")[0]
+        assert re.findall(r'value="([^"]+)"', select) == [*values]
+    assert found() == {"destination 'mom'", "destination 'mom' (retry)"}
+    assert found(waits_for="destination", origin="retry") == {"destination 'mom' (retry)"}
+    assert found(waits_for="destination", origin="batch") == {"destination 'mom'"}
+    assert found(waits_for="service") == set()
+    refused = visitor.get(page, params={"waits_for": "main"})
+    assert refused.status_code == 400
+    assert "route, destination, found-route" in refused.text

@@ -41,7 +41,10 @@ UNITS = (
     "_members",
     "_total",
 )
-COUNTED = {"saf_up", "saf_endpoint_state", "saf_destination_state"}
+COUNTED = {
+    *("saf_up", "saf_endpoint_state", "saf_destination_state"),
+    "saf_subscription_paused",
+}
 """Names without a unit: of what is counted in itself, or is a state."""
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from decimal import Decimal
 from enum import Enum
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -438,6 +440,32 @@ def test_a_module_has_events_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_module_that_cannot_be_found_is_named(name: str, problem: str) -> None:
     with pytest.raises(UsageError, match=problem):
         imported(name)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            'import os\n\nos.environ["SAF_NOT_SET"]\n',
+            "shop_at_fault.py, line 3: KeyError: 'SAF_NOT_SET'. Is the environment variable set?",
+        ),
+        ("{}[7]\n", "line 1: KeyError: 7. `python -c 'import shop_at_fault'` shows the traceback"),
+        ("import json\njson.loads('{')\n", "line 2: JSONDecodeError: Expecting property name"),
+        ("\ndef f(:\n", "shop_at_fault.py, line 2: SyntaxError: invalid syntax"),
+        ("import nowhere\n", "line 1: ModuleNotFoundError: No module named 'nowhere'"),
+        ("raise ValueError\n", "line 1: ValueError. `python"),
+    ],
+)
+def test_a_module_that_raises_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, said: str
+) -> None:
+    (tmp_path / "shop_at_fault.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(UsageError) as refused:
+        imported("shop_at_fault")
+    assert str(refused.value).startswith("shop_at_fault.py, line ")
+    assert said in str(refused.value)
 
 
 def test_a_module_without_events_is_refused() -> None:

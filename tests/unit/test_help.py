@@ -44,7 +44,9 @@ def test_the_commands_are_in_panels_by_what_a_reader_is_about_to_do() -> None:
     commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     assert commands <= shown, "every command has a panel"
     decide = help_.partition("Decide:")[2].partition("Repair:")[0]
-    assert [line.split()[0] for line in decide.splitlines() if line.strip()] == ["parked", "dead"]
+    assert [line.split()[0] for line in decide.splitlines() if line.strip()] == [
+        *("held", "parked", "dead"),
+    ]
 
 
 def test_each_help_text_begins_with_its_verb_or_its_noun() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -26,7 +27,6 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from saf.database.bounds import Bounds
 from saf.destinations.kafka import Kafka
 from saf.destinations.kafka.encoding import Encoding
-from saf.destinations.kafka.transactions import Transactions
 from saf.destinations.mapping import Mapped, mapped
 from saf.errors import Refused, Rejected, Unavailable
 from saf.testing.forwarder import Forwarder
@@ -418,12 +418,51 @@ def test_a_registry_that_does_not_answer_is_unavailable(registry: SchemaRegistry
         encoded(kafka, BODY)
 
 
+def look(kafka: Kafka) -> None:
+    with closing(Encoding("events", kafka)) as encoding:
+        encoding.look()
+
+
+@pytest.mark.parametrize(
+    ("topic", "subject", "lacks"),
+    [
+        ("orders//all", "{topic}-value", "Register a schema for subject 'orders__all-value'"),
+        ("orders.{service}", "{topic}-value", "no subject matches 'orders.*-value'"),
+        ("orders", "{topic}-{message_type}", "no subject matches 'orders-*'"),
+    ],
+)
+def test_a_look_names_a_subject_that_the_registry_lacks_and_the_registrys_address(
+    registry: SchemaRegistry, topic: str, subject: str, lacks: str
+) -> None:
+    kafka = settings(registry, "avro", topic=topic, subject=subject)
+    registry.register("other-value", {"schema": json.dumps(ORDER)})
+    with pytest.raises(Refused, match=re.escape(lacks)) as error:
+        look(kafka)
+    assert f"schema registry {registry.address}: " in str(error.value)
+    for name in ("orders__all-value", "orders.billing-value", "orders-Paid"):
+        registry.register(name, {"schema": json.dumps(ORDER)})
+    look(kafka)
+
+
+def test_a_look_is_refused_by_a_registry_that_refuses_the_login_and_names_its_address(
+    registry: SchemaRegistry,
+) -> None:
+    for topic in ("orders", "{service}"):
+        given = {"schema_registry_password": "wrong-canary", "topic": topic}
+        with pytest.raises(Refused, match="Fix schema_registry_username") as error:
+            look(settings(registry, "avro", **given))
+        assert f"schema registry {registry.address}: " in str(error.value)
+        assert "wrong-canary" not in str(error.value)
+        with pytest.raises(Unavailable, match="schema registry http://127\\.0"):
+            look(settings(registry, "avro", schema_registry="http://127.0.0.1:9", topic=topic))
+
+
 def test_without_its_packages_the_extra_is_named(
     registry: SchemaRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "saf.destinations.kafka.encoding", None)
     with pytest.raises(Refused, match=r"pip install 'saf-outbox\[kafka-schemas\]'"):
-        Transactions("events", settings(registry, "avro"))._encoding()
+        settings(registry, "avro").encoding("events")
 
 
 def test_headers_say_what_the_body_is_and_saf_names_its_own(registry: SchemaRegistry) -> None:

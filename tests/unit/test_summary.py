@@ -88,3 +88,20 @@ def test_a_run_that_failed_does_not_begin_with_what_it_forwarded(
     said = capsys.readouterr()
     assert said.out == (f"{out}\n" if out else "")
     assert ("broker 'app' is unavailable" in said.err) == bool(summary.problems)
+
+
+def test_a_lane_whose_time_has_passed_is_due(capsys: pytest.CaptureFixture[str]) -> None:
+    lanes = [
+        {
+            "lane": f"lane of {year}",
+            "next_attempt_at": f"{year}-01-31T12:00:00+00:00",
+            "error": f"error of {year}",
+        }
+        for year in (2000, 2999)
+    ]
+    show(Summary(waiting=lanes, waiting_lanes=2), as_json=False)
+    due, waiting, advice = capsys.readouterr().err.splitlines()
+    assert due.startswith("saf: messages wait for lane of 2000, due since 2000-01-31 ")
+    assert due.endswith("; last error: error of 2000")
+    assert waiting.startswith("saf: messages wait for lane of 2999, next attempt 2999-01-31 ")
+    assert "`saf parked retry-now`" in advice

@@ -12,7 +12,7 @@ from saf.received import READ, Received
 from saf.receiving.dispatch.progress import InHand
 from saf.receiving.dispatch.window import State, Window
 from saf.receiving.outcome import HANDLED, Parked
-from saf.receiving.retries import Waiting
+from saf.receiving.retries import FailedAttempt, Waiting
 from saf.setaside.lane import Kind
 
 
@@ -30,6 +30,10 @@ def message(id_: int, key: str = "a", shard: int = 1, parked_id: int | None = No
 def hand(shard: int = 1, epoch: int = 1, **more: Any) -> InHand:
     given: dict[str, Any] = {"batch": 1, "done": "1:1:", "open": "9:9:", "position": 0} | more
     return InHand(shard=shard, epoch=epoch, **given)
+
+
+def failed(lane: str, shard: int = 1) -> FailedAttempt:
+    return FailedAttempt(lane=lane, shard=shard, id=1, attempts=1, error="HTTP 503")
 
 
 @pytest.fixture
@@ -144,6 +148,26 @@ def test_what_follows_a_key_that_waits_parks_behind_it_until_that_is_written(
     assert window.held == 2
 
 
+def test_a_key_whose_attempt_is_counted_stays_known_until_its_next_failure_is_written(
+    window: Window,
+) -> None:
+    window.own([hand(1), hand(2), hand(3)])
+    window.count([failed("c", shard=3)])
+    earlier = window.marks()
+    assert earlier is not None
+    window.add_parked("c", 3, [message(7, "c", 3, parked_id=17)])
+    while (sent := window.next()) is not None and sent.message.lane != "c":
+        pass
+    assert sent is not None
+    window.wait(sent, Waiting(lane="c", shard=3, attempts=1, error="503"))
+    window.written(earlier)
+    assert "c" in window.known_lanes
+    marks = window.marks()
+    assert marks is not None
+    window.written(marks)
+    assert "c" not in window.known_lanes
+
+
 def test_a_message_whose_time_has_come_is_not_read_again_before_its_end_is_written() -> None:
     window = Window()
     window.own([hand(1)])
@@ -187,14 +211,14 @@ def test_what_was_late_goes_with_its_shard() -> None:
 def test_a_shard_whose_attempts_are_counted_is_not_let_go_before_they_are_written(
     window: Window,
 ) -> None:
-    counted = Waiting(lane="c", shard=1, attempts=1, error="HTTP 503")
+    counted = failed("c")
     window.count([counted])
     assert window.busy() == {1}
     with pytest.raises(Fenced):
         window.own([hand(2)])
     marks = window.marks()
     assert marks is not None
-    assert marks.waiting == {"c": counted}
+    assert marks.counted == {"c": counted}
     assert [mark.shard for mark in marks.cursors] == [1]
     assert window.own([hand(2)]) == [1]
 
@@ -202,7 +226,7 @@ def test_a_shard_whose_attempts_are_counted_is_not_let_go_before_they_are_writte
 def test_a_key_in_memory_does_not_wait_because_an_earlier_attempt_is_counted(
     window: Window,
 ) -> None:
-    window.count([Waiting(lane="a", shard=1, attempts=1, error="HTTP 503")])
+    window.count([failed("a")])
     assert window.marks() is None
 
 
@@ -223,7 +247,7 @@ def test_a_key_that_rests_is_not_woken_after_its_shard_has_gone(window: Window) 
 def test_a_key_whose_turn_has_come_again_does_not_wait_for_a_failure_before(
     window: Window,
 ) -> None:
-    window.count([Waiting(lane="a", shard=1, attempts=1, error="HTTP 503")])
+    window.count([failed("a")])
     assert window.marks() is None
 
 

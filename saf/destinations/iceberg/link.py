@@ -215,7 +215,7 @@ class Link:
         cause = getattr(error, "orig", None) or error
         # the client does not tell why a database denies access, so the database is asked again
         if self.settings.catalog.startswith("postgresql") and not getattr(cause, "sqlstate", None):
-            cure = to_mend(make_conninfo(**self._libpq()))
+            cure = to_mend(make_conninfo(**self._libpq()), "the catalog in saf.toml")
             if cure:
                 return Refused(self.what, self.said(cause), cure)
         return Unavailable(self.what, self.said(cause))

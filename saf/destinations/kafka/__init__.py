@@ -20,9 +20,12 @@ of a schema registry (`saf.destinations.kafka.encoding`). That needs the extra `
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from string import Formatter
-from typing import Annotated, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, cast
 from urllib.parse import urlsplit
 
 import pydantic
@@ -31,7 +34,10 @@ from pydantic import AfterValidator, BeforeValidator, SecretStr
 from saf.destinations import Capabilities
 from saf.destinations.addresses import hosts_of, without_login
 from saf.destinations.queues import Format, QueueSettings
-from saf.destinations.settings import within
+from saf.destinations.settings import client_needed, within
+
+if TYPE_CHECKING:
+    from saf.destinations.kafka.encoding import Encoding
 
 PORT = 9092
 NO_BROKERS = "is not a list of brokers, such as host:9092,host:9092"
@@ -227,6 +233,23 @@ class Kafka(QueueSettings):
     def encodes(self) -> bool:
         """True if bodies are encoded with a schema of the registry."""
         return self.format in ENCODED
+
+    def encoding(self, name: str) -> Encoding:
+        """Return what encodes the bodies of the destination of this name; the caller closes it.
+
+        Raises:
+            Refused: the extra is not installed here.
+        """
+        with client_needed(name, "kafka-schemas"):
+            module = import_module(f"{__name__}.encoding")
+        return cast("Encoding", module.Encoding(name, self))
+
+    def problems(self, name: str) -> Iterator[tuple[str, str]]:
+        """Raise if the cluster or the registry cannot be used; see `QueueSettings.problems`."""
+        yield from super().problems(name)
+        if self.encodes:
+            with closing(self.encoding(name)) as encoding:
+                encoding.look()
 
     @property
     def headers_as(self) -> Format:

@@ -36,6 +36,7 @@ from decimal import Decimal, InvalidOperation
 from functools import partial
 from importlib import import_module
 from io import BytesIO
+from string import Formatter
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -82,6 +83,9 @@ FAILED_FIELD = re.compile(r"Failed to parse (\w+) field")
 NO_FIELD = re.compile(r'has no field named "([^"]*)"')
 UNAUTHORIZED, FORBIDDEN, NOT_FOUND = 401, 403, 404
 
+ANY = "\n"
+"""Stands for the value of a placeholder, which no name contains."""
+
 Encode = Callable[[bytes], bytes]
 
 
@@ -116,6 +120,28 @@ class Encoding:
         """Close the connection to the registry."""
         self._registry = None
         self._closing.close()
+
+    def look(self) -> None:
+        """Ask the registry for a schema, before a message needs it.
+
+        If the template of subjects has placeholders, some subject must match it.
+
+        Raises:
+            Refused, Unavailable: as `encoded`.
+        """
+        subjects = self.settings.subject.format(
+            topic=_any(topic_name, self.settings.topic), message_type=ANY
+        )
+        if ANY not in subjects:
+            self._encoder(topic_name(self.settings.topic), "")
+            return
+        pattern = ".*".join(map(re.escape, subjects.split(ANY)))
+        cure = "register a schema for each topic"
+        with self._asking(cure) as registry:
+            known = registry.get_subjects()
+        if not any(re.fullmatch(pattern, name) for name in known):
+            wanted = subjects.replace(ANY, "*")
+            raise unusable(self.what, f"{self._where}: no subject matches {wanted!r}", cure)
 
     def encoded(self, messages: Mapped) -> Mapped:
         """Return messages with encoded bodies.
@@ -188,6 +214,10 @@ class Encoding:
         return encode
 
     @property
+    def _where(self) -> str:
+        return f"schema registry {self.settings.schema_registry}"
+
+    @property
     def _form(self) -> str | None:
         # the registry parses Protobuf's language
         return "serialized" if self.settings.format == "protobuf" else None
@@ -213,19 +243,27 @@ class Encoding:
         except SafError:
             raise
         except SchemaRegistryError as error:
-            reason = self.settings.redact(str(error))
+            reason = f"{self._where}: {self.settings.redact(str(error))}"
             if error.http_status_code in (UNAUTHORIZED, FORBIDDEN):
                 login = "fix schema_registry_username and schema_registry_password in saf.toml"
-                raise Refused(self.what, f"schema registry: {reason}", login) from None
+                raise Refused(self.what, reason, login) from None
             if error.http_status_code == NOT_FOUND:
-                raise unusable(self.what, f"schema registry: {reason}", cure) from None
-            raise Unavailable(self.what, f"schema registry: {reason}") from None
+                raise unusable(self.what, reason, cure) from None
+            raise Unavailable(self.what, reason) from None
         except Exception as error:
             # whatever its HTTP client raises
             reason = self.settings.redact(f"{type(error).__name__}: {error}")
-            raise Unavailable(
-                self.what, f"schema registry {self.settings.schema_registry}: {reason}"
-            ) from None
+            raise Unavailable(self.what, f"{self._where}: {reason}") from None
+
+
+def _any(named: Callable[[str], str], template: str) -> str:
+    """Return a template with `ANY` for each placeholder, and the names that its texts become.
+
+    >>> _any(topic_name, "orders/{service}").split(ANY)
+    ['orders_', '']
+    """
+    parts = Formatter().parse(template)
+    return "".join(named(text) + ANY * (name is not None) for text, name, *_ in parts)
 
 
 def _client(settings: Kafka) -> SchemaRegistryClient:

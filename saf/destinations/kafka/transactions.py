@@ -45,7 +45,6 @@ from saf.destinations.mapping import Mapped, held_of, mapped, said_of, source_of
 from saf.destinations.marks import Mark, Place, known_of, shards_of
 from saf.destinations.marks import read as read_mark
 from saf.destinations.places import guarded
-from saf.destinations.settings import client_needed
 from saf.destinations.stepwise import Cut, Step, Stepwise
 from saf.destinations.tables import Held, TableReading
 from saf.errors import CannotReadBack, Rejected, Unavailable
@@ -191,9 +190,7 @@ class Transactions(Stepwise[Link, "Kafka"]):
 
     def _encoding(self) -> Encoding:
         if self._encodes is None:
-            with client_needed(self.name, "kafka-schemas"):
-                from saf.destinations.kafka.encoding import Encoding
-            self._encodes = Encoding(self.name, self.settings)
+            self._encodes = self.settings.encoding(self.name)
         return self._encodes
 
     def _cuts(self, chunk: Chunk, rows: pa.Table) -> Iterator[Cut]:

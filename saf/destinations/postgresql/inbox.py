@@ -343,7 +343,7 @@ class PostgresInbox:
         require_schema(self.dsn.database, exists, rows)
 
     def _translate(self, error: adbc.Error) -> Exception:
-        reason = self.dsn.redact(str(error))
+        reason = self.dsn.reason(error)
         # An error is a rejection only if it is about the rows themselves. Everything else concerns
         # the server: a lost connection, a full disk, a standby, a lock or transaction timeout, a
         # missing table, a constraint of saf.watermark. It must not make dead letters.

@@ -2,8 +2,9 @@
 
 The statement stores messages, given as whole columns, only if nothing must be decided: the broker
 is the known one and knows their services, and its watermarks are the marks that the source
-remembers. It locks and compares the marks, moves them and inserts the messages. Otherwise it
-changes nothing, and `saf.destinations.postgresql.inbox` judges the same messages.
+remembers. It locks and compares the marks, moves them with the owner's epochs, and inserts the
+messages. Otherwise it changes nothing, and `saf.destinations.postgresql.inbox` judges the same
+messages.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _VALUES = ", ".join(f"%({column})s" for column in COLUMNS)
 STORE = f"""
 WITH same AS MATERIALIZED (
     SELECT w.shard FROM {PLACES} JOIN saf.watermark w ON {_THE_MARK}
-    WHERE w.epoch = p.epoch AND w.position = p.position AND w.acknowledged
+    WHERE w.epoch <= p.epoch AND w.position = p.position AND w.acknowledged
       AND w.opened_at IS NOT DISTINCT FROM p.opened_at
       AND w.set_aside_at IS NOT DISTINCT FROM p.aside
     ORDER BY w.shard FOR UPDATE OF w
@@ -51,7 +52,7 @@ WITH same AS MATERIALIZED (
            OR NOT EXISTS (SELECT FROM saf.service))
 ), moved AS (
     UPDATE saf.watermark w
-    SET batch = %(batch)s, position = p.last, opened_at = %(opened_at)s
+    SET epoch = p.epoch, batch = %(batch)s, position = p.last, opened_at = %(opened_at)s
     FROM {PLACES} WHERE EXISTS (SELECT FROM agreed) AND {_THE_MARK}
 ), stored AS (
     INSERT INTO saf.inbox ({_NAMES}, source)

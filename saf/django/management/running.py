@@ -14,6 +14,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from saf.errors import SafError
 from saf.receiving.loop import Loop
+from saf.signals import INTERRUPTED, end_at_interrupt, raise_at_interrupt
 
 
 class WorkerCommand(BaseCommand):
@@ -72,6 +73,7 @@ class WorkerCommand(BaseCommand):
         from saf.cli.console import log_to_stderr
         from saf.cli.metrics import published
 
+        raise_at_interrupt()
         log_to_stderr()
         try:
             worker = self.worker(options)
@@ -96,7 +98,9 @@ class WorkerCommand(BaseCommand):
         except typer.Exit as end:
             sys.exit(end.exit_code)
         except KeyboardInterrupt:
-            sys.exit(130)
+            sys.exit(INTERRUPTED)
+        finally:
+            end_at_interrupt()
 
     def _commands(self, options: dict[str, Any]) -> list[list[str]]:
         """Return a command line for each process."""

@@ -7,8 +7,9 @@ Each check is a small function that runs one query at one database, and yields i
     warning    it works, but not for long; or the check could not run
     ok         examined without findings
 
-A check that the role may not run is reported as a warning; one that fails otherwise, e.g. because a
-table is missing, as an error. The other checks continue. A cure acts only at the database of its
+The finding `not_checked` lists checks that a lock has blocked, as an error, or that the role may
+not make, as a warning. A check that fails otherwise, e.g. because a table is missing, is an error.
+The other checks continue. A cure acts only at the database of its
 finding, except for `saf rebase`, which repairs everything that was set back.
 PostgreSQL shows the age of another user's session only to members of pg_read_all_stats. Of a query,
 only the part before its first literal is shown.
@@ -20,14 +21,14 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from uuid import UUID
 
 import psycopg
 
 from saf.config import Settings
-from saf.database import HAS_SCHEMA, LOST, Dsn, Meaning, meaning, sqlstates
+from saf.database import HAS_SCHEMA, LOST, Dsn, Meaning, meaning, reason_of, sqlstates
 from saf.database.sqlstates import SILENT
 from saf.errors import (
     ConfigurationError,
@@ -38,6 +39,7 @@ from saf.errors import (
     Unavailable,
 )
 from saf.operating.doctor import broker, messages, server
+from saf.operating.doctor import schedules as of_schedules
 from saf.operating.doctor.patient import LOGIN, REACHABLE, Check, Finding, Limits, Patient
 from saf.operating.places import Candidate, Listing, ask_all, memory, missing
 from saf.operating.repair.new_id import Place, place
@@ -45,7 +47,6 @@ from saf.operating.repair.new_id import Place, place
 __all__ = ["REACHABLE", "Finding", "Limits", "examine"]
 
 SERVER: tuple[Check, ...] = (
-    server.locks,
     server.primary,
     server.settings,
     server.synchronous_commit,
@@ -75,13 +76,18 @@ BROKER: tuple[Check, ...] = (
     broker.unheard,
     broker.no_handler,
     broker.endpoints,
+    broker.pauses,
+    broker.fair,
     broker.dead_letters,
     broker.dialogs_set_back,
     messages.dialogs_open_for_long,
     messages.dialogs_expired,
     messages.dialogs_blocked,
+    messages.held,
+    messages.refused,
     messages.dropped,
     messages.misaddressed,
+    of_schedules.schedules,
 )
 """Checks that need the schema."""
 
@@ -168,7 +174,10 @@ def _elsewhere(config: Settings, watch: Callable[[str], object]) -> Iterator[Fin
             yield Finding(check=LOGIN, where=where, severity="error", what=reason, cure=error.cure)
             continue
         except Unavailable as error:
-            yield _unreachable(where, destination.redact(error.reason))
+            to_do = (
+                f"make it reachable, or correct [destinations.{name}] in saf.toml; messages wait"
+            )
+            yield _unreachable(where, destination.redact(error.reason), to_do)
             continue
         except Exception as error:
             to_do = "fix the cause; until then its messages wait at their sources"
@@ -274,7 +283,7 @@ def _pooled(where: str, error: ConfigurationError) -> Finding:
 
 def cure(dsn: Dsn) -> str:
     """Return the cure for a database that could not be connected to."""
-    return sqlstates.cure(dsn.for_role("doctor"))
+    return sqlstates.cure(dsn.for_role("doctor"), dsn.origin)
 
 
 def _not_let_in(where: str, error: Unavailable, dsn: Dsn) -> Finding:
@@ -284,53 +293,106 @@ def _not_let_in(where: str, error: Unavailable, dsn: Dsn) -> Finding:
     return Finding(check=LOGIN, where=where, severity="error", what=error.reason, cure=error.cure)
 
 
-def _unreachable(where: str, reason: str, to_do: str = SILENT) -> Finding:
+def _unreachable(where: str, reason: str, to_do: str = "") -> Finding:
     return Finding(
         check=REACHABLE,
         where=where,
         severity="error",
         what=reason,
-        cure=to_do,
+        cure=to_do or SILENT.format(dsn="its address in saf.toml"),
     )
 
 
+@dataclass(kw_only=True)
+class Unmade:
+    """Checks that could not be made, and why."""
+
+    blocked: list[str] = field(default_factory=list)
+    """Checks that a lock has kept from reading."""
+    holders: list[Finding] = field(default_factory=list)
+    """Findings of `server.locks` at the first of these checks."""
+    denied: dict[str, str] = field(default_factory=dict)
+    """Checks that the role may not make, with the server's messages."""
+
+    def findings(self, patient: Patient) -> Iterator[Finding]:
+        """Yield one finding for each reason."""
+        where = patient.where
+        if self.blocked:
+            yield from self.holders
+            yield Finding(
+                check="not_checked",
+                where=where,
+                severity="error",
+                what=f"not checked because of a lock: {', '.join(self.blocked)}",
+                cure="end the transaction that the line above names; then run the doctor again"
+                if self.holders
+                else "run the doctor again: the lock is gone",
+            )
+        if self.denied:
+            checks, messages = (
+                ", ".join(self.denied),
+                "; ".join(dict.fromkeys(self.denied.values())),
+            )
+            yield Finding(
+                check="not_checked",
+                where=where,
+                severity="warning",
+                what=f"not checked because of missing rights: {checks} ({messages})",
+                cure=f"run the doctor as an operator: as the owner, {patient.grant('operator')}",
+            )
+
+
+# A lock that one check has waited for blocks the others too
+WAIT_BRIEFLY = "SET lock_timeout = '100ms'"
+
+
 def _examined(patient: Patient, dsn: Dsn, checks: tuple[Check, ...]) -> Iterator[Finding]:
+    unmade = Unmade()
     try:
-        for check in SERVER:
-            yield from _made(check, patient)
-        for check in FIT:
-            fit = list(_made(check, patient))
-            yield from fit
-            if any(finding.severity == "error" for finding in fit):
-                return
-        for check in checks:
-            yield from _made(check, patient)
+        yield from _checked(patient, checks, unmade)
+        if not unmade.blocked:
+            yield from _made(server.locks, patient, unmade)
+        yield from unmade.findings(patient)
     except LOST as error:
-        yield _unreachable(patient.where, dsn.redact(str(error)))
+        yield _unreachable(patient.where, dsn.reason(error))
 
 
-def _made(check: Check, patient: Patient) -> Iterator[Finding]:
+def _checked(patient: Patient, checks: tuple[Check, ...], unmade: Unmade) -> Iterator[Finding]:
+    for check in SERVER:
+        yield from _made(check, patient, unmade)
+    for check in FIT:
+        fit = list(_made(check, patient, unmade))
+        yield from fit
+        if unmade.blocked or any(finding.severity == "error" for finding in fit):
+            return
+    for check in checks:
+        yield from _made(check, patient, unmade)
+
+
+def _made(check: Check, patient: Patient, unmade: Unmade) -> Iterator[Finding]:
     name, where = check.__name__, patient.where
     is_ok = True
     try:
         for severity, what, to_do in check(patient):
             is_ok = False
             yield Finding(check=name, where=where, severity=severity, what=what, cure=to_do)
-    except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
+    except psycopg.errors.LockNotAvailable:
+        if not unmade.blocked:
+            unmade.holders = [
+                Finding(check="locks", where=where, severity=severity, what=what, cure=to_do)
+                for severity, what, to_do in server.locks(patient, blocked=True)
+            ]
+            patient.connection.execute(WAIT_BRIEFLY)
+        unmade.blocked.append(name)
+    except psycopg.errors.InsufficientPrivilege as error:
+        unmade.denied[name] = reason_of(error)
+    except psycopg.errors.QueryCanceled as error:
         yield Finding(
             check=name,
             where=where,
             severity="error",
-            what="; ".join([f"could not check: {error.diag.message_primary}", *_holders(patient)]),
-            cure="end the transaction that the check locks names; then run the doctor again",
-        )
-    except psycopg.errors.InsufficientPrivilege as error:
-        yield Finding(
-            check=name,
-            where=where,
-            severity="warning",
-            what=f"could not check: {error.diag.message_primary}",
-            cure="run the doctor as an operator: as the owner, saf grant --role operator …",
+            what=f"could not check: {reason_of(error)}",
+            cure="run the doctor again when the server has less to do",
         )
     except LOST:
         raise
@@ -340,19 +402,12 @@ def _made(check: Check, patient: Patient) -> Iterator[Finding]:
             check=name,
             where=where,
             severity="error",
-            what=f"could not check: {error.diag.message_primary or error}",
+            what=f"could not check: {reason_of(error)}",
             cure=RESTORE if incomplete else "fix the cause; then run the doctor again",
         )
     else:
         if is_ok:
             yield Finding(check=name, where=where, severity="ok")
-
-
-def _holders(patient: Patient) -> Iterator[str]:
-    """Name the sessions that hold any lock at this moment, however briefly."""
-    at_once = replace(patient.limits, held_seconds=0.0, waited_seconds=0.0)
-    for _, what, _ in server.locks(replace(patient, limits=at_once)):
-        yield what
 
 
 def _disagreements(patients: list[Patient]) -> Iterator[Finding]:

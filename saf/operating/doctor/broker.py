@@ -36,7 +36,8 @@ from saf.log.read import left
 from saf.operating.doctor.patient import Check, Found, Patient, Severity
 from saf.operating.repair.set_back import IDENTITY, SetBack, remembered
 from saf.operating.repair.set_back import set_back as who_was
-from saf.operating.wording import age, at, counted
+from saf.operating.wording import age, at, counted, paused
+from saf.receiving.inbox import Receivers
 from saf.setaside import lane
 from saf.setaside.backoff import SHOWN
 from saf.setaside.dead import BECAUSE
@@ -92,7 +93,7 @@ def rights(patient: Patient) -> Found:
         yield (
             "error",
             f"role {user!r} lacks what a forwarder needs: {', '.join(lacking)}",
-            f"as the owner, saf grant --role forwarder {user}, and --role for its other duties",
+            f"as the owner, {patient.grant('forwarder')}, and --role for its other duties",
         )
 
 
@@ -257,7 +258,7 @@ def forged(patient: Patient) -> Found:
                     "do not get these messages, and their slots are not purged",
                     f"as the owner, UPDATE saf.{log} SET txid = DEFAULT WHERE txid >= "
                     "pg_snapshot_xmax(pg_current_snapshot()), and revoke INSERT on the table "
-                    "from its senders: as the check forgers shows, or by saf grant --role writer …",
+                    "from its senders, as the check forgers shows",
                 )
 
 
@@ -274,22 +275,26 @@ def forgers(patient: Patient) -> Found:
 
 
 # Rows not visible in done, by the index, except those complete in the open batch. Rows for services
-# other than the subscription's are not its backlog: it only has to move past them.
+# other than the subscription's are not its backlog: it only has to move past them. Its
+# reader is alive if it is a member, or has taken a batch lately.
 LEFT_LYING = f"""
 SELECT s.name, count(*) FILTER (WHERE lying.wanted),
-       extract(epoch FROM now() - min(lying.written) FILTER (WHERE lying.wanted))::float,
+       extract(epoch FROM now() - min(lying.since) FILTER (WHERE lying.wanted))::float,
        count(*) FILTER (WHERE NOT lying.wanted),
        EXISTS (SELECT FROM saf.member m
-               WHERE m.subscription_id = s.subscription_id AND m.lease_until > now()),
+               WHERE m.subscription_id = s.subscription_id AND m.lease_until > now())
+       OR EXISTS (SELECT FROM saf.cursor r WHERE r.subscription_id = s.subscription_id
+                  AND r.opened_at > now() - make_interval(secs => %(seconds)s)),
        s.stream, to_char(max(c.opened_at), 'YYYY-MM-DD HH24:MI:SS TZ')
 FROM saf.subscription s JOIN saf.cursor c USING (subscription_id)
 CROSS JOIN LATERAL (
-    SELECT written, s.service IS NULL OR to_service = s.service AS wanted
+    SELECT greatest(written, s.created_at) AS since,
+           s.service IS NULL OR to_service = s.service AS wanted
     FROM ({left("{log}", "id, txid, to_service, {written} AS written")}) AS since
 ) AS lying
 WHERE s.log = {{name}}
 GROUP BY s.subscription_id, s.name
-HAVING min(lying.written) < now() - make_interval(secs => %(seconds)s)
+HAVING min(lying.since) < now() - make_interval(secs => %(seconds)s)
 """
 
 
@@ -314,19 +319,23 @@ def _left_lying(
         name=sql.Literal(log),
     )
     stuck = patient.limits.stuck_seconds
+    receivers = Receivers(patient.connection)
     for name, count, seconds, others, live, stream, opened in patient.ask(query, seconds=stuck):
+        pids = receivers.of(name) if log == "inbox" else []
         reader = "the outbox" if log == "outbox" else repr(name)
         if stream:
             if count and seconds >= stuck:
                 yield _abandoned(patient, name, log, count, seconds, opened=opened)
         elif count and seconds >= stuck:
-            left = f"{counted(count, 'message')}, oldest {age(seconds)}"
+            left = f"{counted(count, 'message')}, waiting for up to {age(seconds)}"
+            if not (live or pids):
+                yield "error", f"nobody reads {reader}: {left}", start
+                continue
+            connected = f" (pid {', '.join(map(str, pids))})" if pids else ""
             yield (
-                "warning" if live else "error",
-                f"the reader of {reader} is slow or stuck: {left}"
-                if live
-                else f"nobody reads {reader}: {left}",
-                f"read its log, and `{patient.command(*shown_by)}`" if live else start,
+                "warning",
+                f"the reader of {reader}{connected} is slow or stuck: {left}",
+                f"read its log, and `{patient.command(*shown_by)}`",
             )
         elif others:
             yield (
@@ -458,8 +467,9 @@ def unheard(patient: Patient) -> Found:
             "warning",
             f"service {name!r} has no subscription: its messages are stored, but nobody receives "
             "them, and `saf purge` deletes them with the others",
-            f"{patient.command('subscription', 'create', name, '--service', name)}, or "
-            + patient.command("service", "remove", name),
+            f"{patient.command('subscription', 'create', name, '--service', name)}, which reads "
+            "all stored messages; with --from-now, only new ones, if a removed subscription has "
+            f"handled the others; or {patient.command('service', 'remove', name)}",
         )
 
 
@@ -498,6 +508,54 @@ def endpoints(patient: Patient) -> Found:
             yield "warning", f"{what} is down since {since}: {error}; {waits}", cure
         if paused_at is not None:
             yield "warning", f"{what} was paused by {person} at {paused_at}; {waits}", resume
+
+
+SUBSCRIPTIONS = """
+SELECT name, service, paused_at, paused_by, paused_why
+FROM saf.subscription WHERE paused_at IS NOT NULL ORDER BY name
+"""
+
+
+PAUSED_DESTINATIONS = """
+SELECT destination, paused_at, error FROM saf.backoff WHERE paused_at IS NOT NULL
+ORDER BY destination
+"""
+
+
+def pauses(patient: Patient) -> Found:
+    """Report subscriptions and destinations that operators have paused."""
+    for destination, since, pause in patient.ask(PAUSED_DESTINATIONS):
+        yield (
+            "warning",
+            f"destination {destination!r} was {pause}, at {at(since)}; its messages wait",
+            patient.command("destination", "resume", destination),
+        )
+    for name, service, *pause in patient.ask(SUBSCRIPTIONS):
+        what = "service" if service == name else "subscription"
+        yield (
+            "warning",
+            f"{what} {name!r} was {paused(*pause)}; its messages wait, and their slots cannot be "
+            "purged",
+            patient.command(what, "resume", name),
+        )
+
+
+FAIR = """
+SELECT e.name, s.name FROM saf.endpoint e JOIN saf.subscription s USING (subscription_id)
+WHERE s.fair_by IS NOT NULL OR s.priority_by IS NOT NULL ORDER BY e.name
+"""
+
+
+def fair(patient: Patient) -> Found:
+    """Report endpoints of fair subscriptions, which dispatchers refuse to read."""
+    for name, subscription in patient.ask(FAIR):
+        yield (
+            "error",
+            f"endpoint {name!r} reads subscription {subscription!r}, which is fair: dispatchers "
+            "receive in no fair order, so they send nothing",
+            f"{patient.command('subscription', 'set', subscription, '--unfair')}, or give the "
+            "endpoint a subscription of its own",
+        )
 
 
 DEAD = "SELECT reason, count(*), min(error) FROM saf.dead_letter GROUP BY 1 ORDER BY 1"

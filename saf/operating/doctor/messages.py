@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from saf.broker.services import OWN
 from saf.config import Settings, did_you_mean
 from saf.dialogs.statements import State
 from saf.operating.doctor.patient import Check, Found, Patient
+from saf.operating.doctor.server import SESSION, Session
+from saf.operating.held import HOLDER
 from saf.operating.wording import age, counted
 from saf.routing.local import TRIGGER
 from saf.routing.matching import Route
@@ -41,6 +44,85 @@ def dialogs_by(config: Settings) -> Check:
                     )
 
     return dialogs
+
+
+# By the session that has locked them, if any
+OVERDUE = f"""
+WITH overdue AS (
+    SELECT a.pid, count(*) AS messages,
+           extract(epoch FROM clock_timestamp() - min(h.due))::float AS seconds
+    FROM saf.held h {HOLDER}
+    WHERE h.due IS NOT NULL AND h.refused IS NULL
+      AND h.due < clock_timestamp() - make_interval(secs => %(seconds)s)
+    GROUP BY a.pid)
+SELECT messages, seconds, {SESSION}
+FROM overdue LEFT JOIN pg_stat_activity a USING (pid) ORDER BY overdue.pid NULLS FIRST
+"""
+
+
+def held(patient: Patient) -> Found:
+    """Report held messages that are due and still held: locked, or moved by no forwarder."""
+    overdue = patient.ask(OVERDUE, seconds=patient.limits.overdue_seconds)
+    for count, seconds, pid, *session in overdue:
+        what = f"{counted(count, 'held message')} should have been sent up to {age(seconds)} ago"
+        if pid is not None:
+            holder = Session(pid, *session)
+            yield (
+                "error",
+                f"{what}, locked by {holder}, in a transaction that has been open"
+                f"{holder.lasting}; {holder.doing}",
+                f"end its transaction, or SELECT pg_terminate_backend({pid})",
+            )
+            continue
+        yield (
+            "error",
+            f"{what}: no forwarder moves them to the outbox",
+            "run `saf forward`, with a saf.toml that has this database among its brokers; if a "
+            "forwarder runs, its log has the error. List the messages: "
+            f"{patient.command('held', 'list', '--overdue')}",
+        )
+
+
+MOST_REFUSED = 20
+# Whether a rule allows a message now, as saf.check_sender decides
+REFUSED = f"""
+SELECT h.sender, h.from_service, h.to_service, count(*), min(h.refused),
+       CASE WHEN b.senders_since IS NULL THEN 'allowed'
+            WHEN to_regrole(quote_ident(h.sender)) IS NULL THEN 'unknown'
+            WHEN EXISTS (
+                SELECT FROM saf.sender s
+                WHERE s.from_service = h.from_service
+                  AND (s.to_service = h.to_service OR s.to_service IS NULL)
+                  AND pg_has_role(h.sender, to_regrole(quote_ident(s.role)), 'USAGE'))
+            THEN 'allowed' ELSE 'forbidden' END
+FROM saf.held h CROSS JOIN saf.broker b WHERE h.refused IS NOT NULL
+GROUP BY h.sender, h.from_service, h.to_service, b.senders_since
+ORDER BY 1, 2, 3 LIMIT {MOST_REFUSED}
+"""
+
+
+def refused(patient: Patient) -> Found:
+    """Report held messages that the database refused to move when they were due."""
+    for role, sender, service, count, error, state in patient.ask(REFUSED):
+        refused_ = ("--service", service, "--refused")
+        retry = patient.command("held", "retry", "--service", service)
+        cancel = patient.command("held", "cancel", *refused_)
+        if state == "forbidden" and sender is not None:
+            rule = patient.owners("sender", "add", role, "--from", sender, "--to", service)
+            cure = (
+                f"if the role may send them, as the owner: {rule}, and the next run moves them; "
+                f"otherwise {cancel}"
+            )
+        elif state == "unknown":
+            cure = f"create the role again, then {retry}; or {cancel}"
+        else:
+            cure = f"fix the cause that the error names, then {retry}; or {cancel}"
+        yield (
+            "error",
+            f"{counted(count, 'held message')} of role {role!r} for service {service!r} "
+            f"{'was' if count == 1 else 'were'} refused when due: {error}",
+            cure,
+        )
 
 
 # The newest messages of each shard, delivered or not: the check is about their senders
@@ -326,7 +408,7 @@ FROM (
         SELECT to_service, to_broker, received_at FROM saf.inbox i
         WHERE i.shard = n.shard ORDER BY i.txid DESC LIMIT %(look)s) AS i
     WHERE EXISTS (SELECT FROM saf.service)) AS lately
-WHERE to_broker IS NOT NULL OR NOT EXISTS (
+WHERE to_broker IS NOT NULL OR NOT starts_with(to_service, %(own)s) AND NOT EXISTS (
     SELECT FROM saf.service AS lives WHERE lives.name = lately.to_service
     UNION ALL
     SELECT FROM saf.subscription s
@@ -341,14 +423,20 @@ SHOWN = 20
 
 def misaddressed(patient: Patient) -> Found:
     """Report recent messages for a service that does not live here, or for another broker."""
-    for service, broker, count, last in patient.ask(MISADDRESSED, look=LOOK, shown=SHOWN):
-        where = (
-            f"at broker {broker}, which is another one" if broker else "which does not exist here"
-        )
+    for service, broker, count, last in patient.ask(MISADDRESSED, look=LOOK, shown=SHOWN, own=OWN):
+        found = f"nobody receives {counted(count, 'message')} in the inbox for {service!r}"
+        if broker:
+            yield (
+                "warning",
+                f"{found}, at broker {broker}, which is another one; the last came at {last}",
+                "fix the route at the source",
+            )
+            continue
         yield (
             "warning",
-            f"{counted(count, 'message')} in the inbox, the last at {last}, are for {service!r}, "
-            f"{where}: nobody receives them",
-            "fix the route at the source, or create the service here: "
-            + patient.command("service", "create", service),
+            f"{found}, which does not exist here, unless a removed service of this name has "
+            f"handled them; the last came at {last}",
+            "if it has, do nothing: `saf purge` frees them. Otherwise fix the route at the source, "
+            "or create the service, which hands out all of them: "
+            + patient.command("service", "create", service, "--from-start"),
         )

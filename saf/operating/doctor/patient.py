@@ -11,6 +11,7 @@ import psycopg
 from psycopg import sql
 
 from saf.database import fetch
+from saf.database.dsn import grant_command, owners_command, place_of
 
 REACHABLE = "reachable"
 LOGIN = "login"
@@ -27,11 +28,10 @@ HELD_SECONDS = 10.0
 """Age of a lock on saf's tables, in seconds, above which it is reported even without waiters."""
 WAITED_SECONDS = 1.0
 """Minimum wait for a lock, in seconds, for a report."""
+OVERDUE_SECONDS = 300.0
+"""Time, in seconds, after which a held message that is due and was not moved is reported."""
 MANY_ATTEMPTS = 10
 FREE_CONNECTIONS = 10
-
-SHOWN_OF_QUERY = "left(split_part(split_part(a.query, '''', 1), '$', 1), 60)"
-"""SQL for the reported part of the query of a session ``a``: the text before the first literal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,7 @@ class Limits:
     skew_seconds: float = SKEW_SECONDS
     held_seconds: float = HELD_SECONDS
     waited_seconds: float = WAITED_SECONDS
+    overdue_seconds: float = OVERDUE_SECONDS
     many_attempts: int = MANY_ATTEMPTS
     free_connections: int = FREE_CONNECTIONS
 
@@ -82,6 +83,14 @@ class Patient:
         "saf subscription drop 'a lake' --broker shop"
         """
         return shlex.join(("saf", *words, "--broker", self.name))
+
+    def grant(self, duty: str) -> str:
+        """Return the command by which the schema's owner gives this login the rights of a duty."""
+        return grant_command(duty, self.connection.info.user, place_of(self.connection))
+
+    def owners(self, *words: str) -> str:
+        """Return a command of saf, as typed in a shell, for the schema's owner."""
+        return owners_command(*words, place=place_of(self.connection))
 
 
 Found = Iterator[tuple[Severity, str, str]]

@@ -13,38 +13,89 @@ Checks only read, end no session and change no setting: each finding names the c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from datetime import datetime
 from ipaddress import ip_address
 
 from psycopg import sql
 
-from saf.operating.doctor.patient import SHOWN_OF_QUERY, Found, Patient
+from saf.operating.doctor.patient import Found, Patient
+from saf.operating.wording import at
+
+# Of the query, the text before its first literal
+SESSION = """
+a.pid, a.application_name, a.usename, a.state,
+CASE WHEN a.state = 'active' THEN a.query_start ELSE a.state_change END,
+extract(epoch FROM clock_timestamp() - a.xact_start)::float,
+left(split_part(split_part(a.query, '''', 1), '$', 1), 60), a.wait_event_type || ' ' || a.wait_event
+"""
+"""SQL for the fields of `Session`, of a row ``a`` of pg_stat_activity."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session of the server; roles without pg_read_all_stats see its names only."""
+
+    pid: int
+    application: str | None
+    user: str | None
+    state: str | None
+    since: datetime | None
+    age: float | None
+    """Age of its transaction, in seconds."""
+    query: str
+    event: str | None
+    """What it waits for; an idle session waits for its client."""
+
+    def __str__(self) -> str:
+        names = [*filter(None, [self.application]), f"user {self.user}"]
+        return f"pid {self.pid} ({', '.join(names)})"
+
+    @property
+    def lasting(self) -> str:
+        """For how long its transaction has been open, in words."""
+        return "" if self.age is None else f" for {self.age:.0f} s"
+
+    @property
+    def doing(self) -> str:
+        """Its state and its statement, in words; empty if they are hidden."""
+        if self.state is None or self.since is None:
+            return ""
+        statement = " ".join(self.query.split())
+        if self.state == "active":
+            waits = f", waiting for {self.event}" if self.event else ""
+            return f"running since {at(self.since)}{waits}; statement: {statement}"
+        state = self.state.replace("idle in transaction", "idle in an open transaction")
+        return f"{state} since {at(self.since)}; last statement: {statement}"
+
 
 # Find sessions that others wait for, that have one of saf's tables for themselves, or that are idle
 # in a transaction that has locked rows needed to own shards and to store messages.
 LOCK_HOLDERS = f"""
 WITH held AS (
-    SELECT pid, array_agg(DISTINCT c.oid::regclass::text) AS tables,
+    SELECT pid, array_agg(DISTINCT 'saf.' || coalesce(log.relname, c.relname)) AS tables,
            bool_or(mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock',
-                            'AccessExclusiveLock')) AS alone
+                            'AccessExclusiveLock')) AS alone,
+           bool_or(mode = 'AccessExclusiveLock') AS unreadable
     FROM pg_locks l JOIN pg_class c ON c.oid = l.relation
+    LEFT JOIN pg_inherits i ON i.inhrelid = c.oid LEFT JOIN pg_class log ON log.oid = i.inhparent
     WHERE l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
       AND granted AND locktype = 'relation' AND mode <> 'AccessShareLock'
       AND c.relkind IN ('r', 'p') AND c.relnamespace = to_regnamespace('saf')
     GROUP BY 1),
 waiting AS (
     SELECT blocker AS pid,
-           array_agg(DISTINCT format('pid %%s (%%s)', w.pid, w.application_name)) AS waiters
+           array_agg(DISTINCT concat_ws(' ', w.pid::text, '(' || nullif(w.application_name, '')
+                                                              || ')')) AS waiters
     FROM pg_stat_activity w CROSS JOIN LATERAL unnest(pg_blocking_pids(w.pid)) AS blocker
     WHERE w.datname = current_database() AND w.wait_event_type = 'Lock'
       AND clock_timestamp() - w.state_change > make_interval(secs => %(waited)s)
     GROUP BY 1)
-SELECT a.pid, coalesce(a.application_name, ''), a.usename, coalesce(a.state, 'hidden'),
-       a.query_start::text, extract(epoch FROM clock_timestamp() - a.xact_start)::float,
-       {SHOWN_OF_QUERY},
-       a.wait_event_type || ' ' || a.wait_event, tables, waiters
+SELECT {SESSION}, tables, waiters
 FROM pg_stat_activity a LEFT JOIN held USING (pid) LEFT JOIN waiting USING (pid)
 WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
   AND (waiters IS NOT NULL
+       OR unreadable AND %(blocked)s
        OR alone AND clock_timestamp() - a.xact_start > make_interval(secs => %(held)s)
        OR tables IS NOT NULL AND starts_with(a.state, 'idle in transaction')
           AND clock_timestamp() - a.state_change > make_interval(secs => %(held)s))
@@ -52,21 +103,35 @@ ORDER BY a.xact_start
 """
 
 
-def locks(patient: Patient) -> Found:
-    """Report sessions that block others, or are about to: who, since when, and whom."""
+def locks(patient: Patient, *, blocked: bool = False) -> Found:
+    """Report sessions that block others, or are about to: who, since when, and whom.
+
+    With ``blocked``, also each session that keeps this one from reading, however briefly.
+    """
     limits = patient.limits
-    found = patient.ask(LOCK_HOLDERS, held=limits.held_seconds, waited=limits.waited_seconds)
-    for pid, application, user, state, since, age, query, event, tables, waiters in found:
-        holds = f"has had locks on {', '.join(tables)} for {age:.0f} s" if tables else "has a lock"
-        waits = f", and itself waits for {event}" if event else ""
-        up = f": {', '.join(waiters)} wait for it" if waiters else ""
+    waited = 0.0 if blocked else limits.waited_seconds
+    found = patient.ask(LOCK_HOLDERS, held=limits.held_seconds, waited=waited, blocked=blocked)
+    for *session, tables, waiters in found:
+        holder = Session(*session)
+        has = f"locked {', '.join(tables)}" if tables else "a lock"
+        parts = [f"{holder} has {has}{holder.lasting}", holder.doing, _waiting(waiters or [])]
         yield (
-            "error" if waiters else "warning",
-            f"pid {pid} ({application!r}, user {user!r}, {state} since {since}, "
-            f"{' '.join(query.split())!r}{waits}) {holds}{up}",
-            f"let it commit or roll back, or SELECT pg_terminate_backend({pid}); a process that "
-            "is stopped or waits for a hanging disk must be fixed on the server",
+            "error" if waiters or blocked else "warning",
+            "; ".join(filter(None, parts)),
+            f"let it commit or roll back, or SELECT pg_terminate_backend({holder.pid}); a process "
+            "that is stopped or waits for a hanging disk must be fixed on the server",
         )
+
+
+def _waiting(waiters: list[str]) -> str:
+    """Return which sessions wait, in words.
+
+    >>> _waiting(["7 (saf mark)"]), _waiting(["7", "9"]), _waiting([])
+    ('pid 7 (saf mark) waits for it', 'pids 7, 9 wait for it', '')
+    """
+    if len(waiters) == 1:
+        return f"pid {waiters[0]} waits for it"
+    return f"pids {', '.join(waiters)} wait for it" if waiters else ""
 
 
 def primary(patient: Patient) -> Found:
@@ -209,9 +274,7 @@ WITH held AS (
 """
 SESSIONS = f"""
 {LONG_TRANSACTIONS}
-SELECT a.pid, coalesce(a.application_name, ''), a.usename, a.state, a.query_start::text,
-       extract(epoch FROM clock_timestamp() - a.xact_start)::float,
-       {SHOWN_OF_QUERY}, held.logs, held.sent
+SELECT {SESSION}, held.logs, held.sent
 FROM pg_stat_activity a LEFT JOIN held USING (pid)
 WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
   AND a.backend_type = 'client backend' AND (a.backend_xid IS NOT NULL OR a.backend_xmin IS NOT NULL
@@ -223,14 +286,13 @@ ORDER BY a.xact_start
 
 def long_transactions(patient: Patient) -> Found:
     """Report sessions whose open transaction holds back its messages, the purge, or vacuum."""
-    found = patient.ask(SESSIONS, seconds=patient.limits.long_seconds)
-    for pid, application, user, state, since, age, query, logs, sent in found:
+    for *session, logs, sent in patient.ask(SESSIONS, seconds=patient.limits.long_seconds):
+        holder = Session(*session)
         yield (
             "warning",
-            f"pid {pid} ({application!r}, user {user!r}, {state} since {since}, "
-            f"{' '.join(query.split())!r}) has had a transaction open for {age:.0f} s: it "
-            + _held_up(logs, sent),
-            f"let it commit or roll back, or SELECT pg_terminate_backend({pid})",
+            f"{holder} has had a transaction open{holder.lasting}: it {_held_up(logs, sent)}; "
+            f"{holder.doing}",
+            f"let it commit or roll back, or SELECT pg_terminate_backend({holder.pid})",
         )
 
 

@@ -50,7 +50,10 @@ class Change:
         """Yield the values that will be set, with their previous values."""
         for name, wanted in (self.wanted or {}).items():
             existing = (self.there or {}).get(name)
-            if self.there is None and _is_worth_saying(name, wanted):
+            if name in self.table.hidden:
+                if self.there is not None and existing != wanted:
+                    yield f"another {name}"
+            elif self.there is None and _is_worth_saying(name, wanted):
                 yield f"{name} {_said(wanted)}"
             elif self.there is not None and name in self.there and existing != wanted:
                 yield f"{name} {_said(wanted)}, was {_said(existing)}"

@@ -6,9 +6,17 @@
     [brokers.mom.subscriptions.audit]        # a further reader; each service has its own
     service = "billing"                      # without: all services
 
+    [brokers.mom.limits.billing]             # of all receivers of a subscription together
+    rate = "100/s"
+    concurrency = 4
+
     [[brokers.shop.routes]]
     service = "billing"
     destination = "mom"
+
+    [brokers.shop.schedules.nightly]         # those of code are not in a plan
+    service = "reports"
+    cron = "0 2 * * *"
 
     [brokers.shop.grants]
     shop_app = ["writer"]
@@ -32,14 +40,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from uuid import UUID
 
 import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from saf import config
 from saf.broker.grants import Kind
+from saf.broker.services import MOST_DELIVERIES
 from saf.config import ENCODING, Name, Settings, did_you_mean
+from saf.destinations.settings import Rate
 from saf.errors import ConfigurationError, UsageError
+from saf.operating.plans import schedules
 from saf.operating.plans.tables import TABLES, Entries, in_kinds, rights_of
 from saf.receiving.dispatch import stored
 from saf.typed import modules
@@ -94,6 +106,15 @@ class Subscription(_Table):
     """True if a new subscription reads only messages that are stored after its creation."""
 
 
+class Limits(_Table):
+    """What the receivers of a subscription may take together; see `saf.broker.services.limit`."""
+
+    rate: Rate | None = None
+    """Most messages in a time, e.g. 100/s; None: unlimited."""
+    concurrency: Annotated[int, pydantic.Field(ge=1, le=MOST_DELIVERIES)] | None = None
+    """Most deliveries at a time; None: unlimited."""
+
+
 class Endpoint(_Table):
     """An endpoint stored in a broker; see `saf.receiving.dispatch.stored`."""
 
@@ -127,6 +148,26 @@ class Sender(_Table):
     """Service that the role may send to; None: any."""
 
 
+class Schedule(_Table):
+    """A schedule; see `saf.schedules.add`."""
+
+    service: Name
+    cron: str | None = None
+    every: str | None = None
+    zone: str = "UTC"
+    anchor: datetime | None = None
+    missed: Literal["none", "one", "all"] = "one"
+    key: str | None = None
+    message_type: Name | None = None
+    headers: dict[str, Any] = {}
+    from_service: Name | None = None
+    to_broker: UUID | None = None
+    body: str = ""
+    """Text: JSON, if it is an object or a list."""
+    body_base64: str | None = None
+    """A body that is not text, instead."""
+
+
 class BrokerPlan(_Table):
     """Plan of one broker; `saf.operating.plans.tables` has the same names."""
 
@@ -136,10 +177,13 @@ class BrokerPlan(_Table):
     contracts: tuple[Contract, ...] = ()
     services: tuple[Name, ...] = ()
     subscriptions: dict[Name, Subscription] = {}
+    limits: dict[Name, Limits] = {}
+    """Limits of subscriptions; each service has one of its own name."""
     endpoints: dict[Name, Endpoint] = {}
     topics: tuple[Name, ...] = ()
     routers: dict[Name, Router] = {}
     routes: tuple[Route, ...] = ()
+    schedules: dict[Name, Schedule] = {}
     grants: dict[str, Annotated[tuple[Kind, ...], pydantic.Field(min_length=1)]] = {}
     senders: tuple[Sender, ...] = ()
 
@@ -169,6 +213,11 @@ class BrokerPlan(_Table):
             found["endpoints"][name,] = {
                 **values,
                 "subscription": values["subscription"] or name,
+            }
+        if "schedules" in found:
+            found["schedules"] = {
+                (name,): schedules.checked(name, values)
+                for (name,), values in found["schedules"].items()
             }
         if "routes" in found:
             found["routes"] = {

@@ -34,8 +34,10 @@ from saf.database import fetch
 from saf.dialogs import contracts
 from saf.dialogs.contracts import message_types
 from saf.errors import ConfigurationError
+from saf.operating.plans import schedules
 from saf.receiving.dispatch import stored
 from saf.routing import routers, routes
+from saf.schedules import stored as stored_schedules
 
 Connection: TypeAlias = psycopg.Connection[Any]
 Key: TypeAlias = tuple[Any, ...]
@@ -84,6 +86,8 @@ class Table:
     """The only field, if a name maps directly to its value."""
     once: tuple[str, ...] = ()
     """Fields that count only when an entry is created, and are not compared later."""
+    hidden: tuple[str, ...] = ()
+    """Fields whose values are not shown."""
 
     def entries(self, table: Any) -> Entries:
         """Return the entries of the file's table, by key.
@@ -180,6 +184,15 @@ def _subscriptions(connection: Connection) -> Entries:
 def _subscribe(connection: Connection, key: Key, values: Values) -> None:
     start: services.Start = "now" if values["from_now"] else "beginning"
     services.create_subscription(connection, *key, service=values["service"], start=start)
+
+
+def _limits(connection: Connection) -> Entries:
+    """Return the subscriptions that have limits, also services' own."""
+    return {
+        (item.name,): {"rate": item.rate, "concurrency": item.concurrency}
+        for item in services.subscriptions(connection)
+        if item.limits
+    }
 
 
 def _endpoints(connection: Connection) -> Entries:
@@ -329,6 +342,16 @@ TABLES = (
         ),
     ),
     Table(
+        name="limits",
+        one="limits of subscription",
+        listed=_limits,
+        create=lambda connection, key, values: services.limit(connection, *key, **values),
+        remove=lambda connection, key, _: services.limit(
+            connection, *key, rate=None, concurrency=None
+        ),
+        changes=True,
+    ),
+    Table(
         name="endpoints",
         one="endpoint",
         listed=_endpoints,
@@ -360,6 +383,15 @@ TABLES = (
         create=_add_route,
         remove=lambda connection, key, _: routes.remove_route(connection, **_named_route(key)),
         changes=True,
+    ),
+    Table(
+        name="schedules",
+        one="schedule",
+        listed=schedules.listed,
+        create=schedules.create,
+        remove=lambda connection, key, _: stored_schedules.remove(connection, *key),
+        changes=True,
+        hidden=("body", "body_base64"),
     ),
     Table(
         name="grants",

@@ -7,8 +7,9 @@ one for repeats of the other's. Nothing in the copy was set back, and `saf rebas
 `give_new_id` makes the copy another broker, in one transaction:
 
 - Messages that wait at the copy, and that the original will send, are deleted: messages that are
-  pending, parked or dead in the copy and that the original has, or has set aside, by their
-  message_id. The copy's own messages stay.
+  pending, parked, dead or held in the copy and that the original has, has set aside or holds, by
+  their message_id. The copy's own messages stay.
+- Schedules are paused: the original runs them. An operator resumes those that the copy should run.
 - The marks that destinations have acknowledged to the original are deleted, and so are the marks of
   other sources at the original: nobody knows the new broker yet.
 - The broker gets a new broker_id. Members of the original, which do not run here, are removed, and
@@ -39,9 +40,10 @@ AT_ONCE = 50_000
 
 # Waits for current writers, and keeps out all others
 LOCK = """
-LOCK TABLE saf.outbox, saf.cursor, saf.member, saf.parked, saf.dead_letter, saf.watermark,
-           saf.acknowledged IN ACCESS EXCLUSIVE MODE
+LOCK TABLE saf.outbox, saf.cursor, saf.member, saf.parked, saf.dead_letter, saf.held,
+           saf.watermark, saf.acknowledged IN ACCESS EXCLUSIVE MODE
 """
+PAUSE = "UPDATE saf.schedule SET paused = true"
 ALIVE = f"SELECT m.name FROM saf.member m WHERE {IS_PRESENT}"
 
 # As `saf status` counts them, for every subscription of the outbox
@@ -51,21 +53,24 @@ SELECT DISTINCT message_id FROM (
     CROSS JOIN LATERAL ({left("saf.outbox")}) AS o
     WHERE s.log = 'outbox'
     UNION ALL SELECT message_id FROM saf.parked
-    UNION ALL SELECT message_id FROM saf.dead_letter) AS waiting
+    UNION ALL SELECT message_id FROM saf.dead_letter
+    UNION ALL SELECT message_id FROM saf.held WHERE due IS NOT NULL) AS waiting
 """
 # One scan for many messages; a purge of the original removes nothing that it has set aside
 KNOWN = """
 SELECT message_id FROM saf.outbox WHERE message_id = ANY (%(message_ids)s)
 UNION SELECT message_id FROM saf.parked WHERE message_id = ANY (%(message_ids)s)
 UNION SELECT message_id FROM saf.dead_letter WHERE message_id = ANY (%(message_ids)s)
+UNION SELECT message_id FROM saf.held WHERE message_id = ANY (%(message_ids)s)
 """
 GIVE_UP = tuple(
     f"DELETE FROM saf.{table} WHERE message_id = ANY (%(message_ids)s)"
-    for table in ("outbox", "parked", "dead_letter")
+    for table in ("outbox", "parked", "dead_letter", "held")
 )
 FORGET = (
-    "DELETE FROM saf.backoff b WHERE NOT EXISTS (SELECT FROM saf.parked p WHERE "
-    "(p.subscription_id, p.destination, p.kind, p.subject, p.broker) = "
+    "DELETE FROM saf.backoff b WHERE paused_at IS NULL AND NOT EXISTS ("
+    "SELECT FROM saf.parked p "
+    "WHERE (p.subscription_id, p.destination, p.kind, p.subject, p.broker) = "
     "(b.subscription_id, b.destination, b.kind, b.subject, b.broker))",
     "DELETE FROM saf.rejecting",
     "DELETE FROM saf.taken_out",
@@ -144,7 +149,7 @@ def give_new_id(
         known = [id_ for ids in _some(waiting) for id_ in _known(original, ids)]
         for statement in GIVE_UP:
             connection.execute(statement, {"message_ids": known})
-        for statement in FORGET:
+        for statement in (*FORGET, PAUSE):
             connection.execute(statement)
         ((dialogs,),) = fetch(connection, DIALOGS, {"over": [State.CLOSED, State.ERROR]})
         ((broker_id,),) = fetch(connection, NEW_ID)

@@ -4,8 +4,9 @@
     open        the endpoint is down. When a probe is due, one dispatcher sends it: one message
     disabled    the endpoint is gone (410), or was down too long. An operator resumes it
 
-An operator may pause an endpoint in any state. While the endpoint is paused or not closed, only
-probes are sent; messages wait in the log, in order, and no attempt is counted.
+An operator may pause an endpoint in any state, or the subscription whose messages it gets. In a
+pause, nothing is sent; while the endpoint is not closed, only probes are. Messages wait in the log,
+in order, and no attempt is counted.
 
 An endpoint that is stored in a broker may be removed there, or replaced by another one of its name.
 Dispatchers of the old endpoint begin no more requests, end, and write nothing about it: the
@@ -35,11 +36,13 @@ THERE = """
 
 # One statement, so that a dispatcher that sees a resumed endpoint also sees its removal
 CONDITION = f"""
-SELECT CASE WHEN there THEN coalesce(state, 'closed') ELSE 'removed' END, paused_at IS NOT NULL,
+SELECT CASE WHEN there THEN coalesce(state, 'closed') ELSE 'removed' END,
+       b.paused_at IS NOT NULL OR s.paused_at IS NOT NULL,
        CASE WHEN there THEN extract(epoch FROM next_probe_at - clock_timestamp())::float END,
        coalesce(failures, 0), error
 FROM (SELECT {THERE} AS there) AS t
-LEFT JOIN saf.breaker ON subscription_id = %(subscription_id)s
+LEFT JOIN saf.breaker b ON b.subscription_id = %(subscription_id)s
+LEFT JOIN saf.subscription s ON s.subscription_id = %(subscription_id)s
 """
 
 # Another process may have closed, disabled or opened it in between: one failure is counted once

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from saf.broker import health, services
-from saf.database import Dsn, check_schema, unavailable_if_lost
+from saf.database import Dsn, check_schema, reason_of, unavailable_if_lost
 from saf.database.background import Background
 from saf.errors import EndpointRemoved, Fenced, Refused, SafError, Unavailable, UsageError
 from saf.receiving.dispatch import source
@@ -164,7 +164,7 @@ class Dispatcher:
                     )
                 except psycopg.OperationalError as error:
                     if connection.closed:
-                        raise Unavailable(self._what, str(error).splitlines()[0]) from error
+                        raise Unavailable(self._what, reason_of(error)) from error
                     raise
         finally:
             thread.shutdown(wait=False)
@@ -182,6 +182,7 @@ class Dispatcher:
             subscription = self.endpoint.subscription or self.name
             health.refuse(connection, "inbox", reader=f"inbox/{subscription}")
             found = services.subscription(connection, subscription)
+            services.refuse_fair(found, "dispatchers")
         return Reader(
             subscription_id=found.subscription_id,
             name=found.name,

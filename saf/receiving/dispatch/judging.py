@@ -32,7 +32,7 @@ from saf.receiving.dispatch.source import TALKS
 from saf.receiving.dispatch.talking import Talked
 from saf.receiving.dispatch.window import Walk, Window
 from saf.receiving.failures import about
-from saf.receiving.retries import Waiting
+from saf.receiving.retries import FailedAttempt, Waiting
 from saf.telemetry.logger import Log
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class Judge:
         self.to_write: list[Callable[[psycopg.Connection[Any]], None]] = []
         self._book = book
         self._converses = converses
-        self._breaker = Breaker[Waiting](threshold=endpoint.breaker_failures)
+        self._breaker = Breaker[FailedAttempt](threshold=endpoint.breaker_failures)
 
     def hear(self, found: Condition) -> None:
         """Learn the endpoint's condition from the state that all dispatchers share."""
@@ -210,12 +210,13 @@ class Judge:
         wait = f"in {counted.wait:g} s"
         self._log(log.warning, "message_failed", walk, answer, next_attempt=wait)
 
-    def _waiting(self, walk: Walk, answer: Answer) -> Waiting:
+    def _waiting(self, walk: Walk, answer: Answer) -> FailedAttempt:
         """Return how a message's lane continues to wait, if this attempt counts."""
         wait = max(self.endpoint.wait_seconds(walk.message.attempt), answer.retry_after or 0.0)
-        return Waiting(
+        return FailedAttempt(
             lane=walk.message.lane,
             shard=walk.message.shard,
+            id=walk.message.id,
             attempts=walk.message.attempt,
             error=answer.error,
             wait=wait,

@@ -18,6 +18,7 @@ from saf.failpoints import fail_point
 from saf.outbox import Outbox
 from saf.received import Received
 from saf.receiving import settlement
+from saf.receiving.ahead import REMEMBER
 from saf.receiving.arrival import Arrival
 from saf.receiving.dispatch import replies, talking
 from saf.receiving.dispatch.progress import Mark
@@ -51,21 +52,6 @@ WHERE c.subscription_id = %(subscription_id)s AND c.shard = m.shard AND c.batch 
   AND c.owner = %(owner)s AND c.epoch = m.epoch
 RETURNING c.shard
 """
-
-# Earlier rows for the same batch stay valid: they may have ids that were not read yet
-REMEMBER = """
-INSERT INTO saf.dispatched AS d (subscription_id, shard, batch, ids)
-SELECT %(subscription_id)s, shard, batch, ids
-FROM unnest(%(shard)s::smallint[], %(batch)s::bigint[], %(ids)s::int8multirange[])
-    AS m (shard, batch, ids)
-ON CONFLICT (subscription_id, shard) DO UPDATE SET
-    batch = excluded.batch,
-    ids = CASE WHEN d.batch = excluded.batch THEN d.ids + excluded.ids ELSE excluded.ids END
-          * (SELECT int8multirange(int8range(c.position, NULL, '()')) FROM saf.cursor c
-             WHERE c.subscription_id = excluded.subscription_id AND c.shard = excluded.shard
-               AND c.batch = excluded.batch)
-"""
-
 
 NOTE = """
 INSERT INTO saf.attempt (subscription_id, message_id, key, status, seconds, outcome, error)
@@ -107,6 +93,7 @@ def mark(
             outcomes,
             arrival=Arrival(raw=connection),
             waiting=marks.waiting,
+            counted=marks.counted.values(),
             succeeded=marks.succeeded,
         )
         if marks.attempts:

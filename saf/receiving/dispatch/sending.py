@@ -14,13 +14,14 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from saf.failpoints import fail_point
+from saf.log.rates import per_second
 from saf.received import Received
 from saf.receiving.dispatch import envelope, replies
 from saf.receiving.dispatch.envelope import Request
 from saf.receiving.dispatch.http import Client
 from saf.receiving.dispatch.judging import Judge
 from saf.receiving.dispatch.replies import Answer, Meaning
-from saf.receiving.dispatch.settings import Apart, Bucket, Endpoint, per_second
+from saf.receiving.dispatch.settings import Apart, Bucket, Endpoint
 from saf.receiving.dispatch.talking import Talked
 from saf.receiving.dispatch.window import Walk, Window
 from saf.setaside.dropped import EXPIRED

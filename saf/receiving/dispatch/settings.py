@@ -43,7 +43,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from saf.destinations.addresses import reading_url
-from saf.destinations.settings import within
+from saf.destinations.settings import Rate, within
 from saf.errors import UnreadableBody, UsageError
 from saf.message import CONTENT_TYPE, STRICT, as_json
 from saf.received import Received
@@ -54,9 +54,6 @@ DAY = 86400
 
 WEBHOOK_SECONDS = (5, 300, 1800, 7200, 18_000, 36_000, 36_000)
 """The schedule of webhooks: waits after each failed attempt, in seconds."""
-
-UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0}
-RATE_FORM = re.compile(r"(\d{1,7})/(s|min|h)")
 
 PLACE = re.compile(r"\{\{\s*([^{}]*?)\s*\}\}")
 NAMES = ("id", "key", "type", "time", "service", "data")
@@ -78,27 +75,6 @@ def _is_url(text: str) -> str:
     if not text.isascii() or not text.isprintable() or " " in text:
         raise ValueError("a URL has printable ASCII characters only: encode the others")
     return text
-
-
-def _is_rate(text: str) -> str:
-    """such as `100/s`"""
-    per_second(text)
-    return text
-
-
-def per_second(text: str) -> float:
-    """Return the messages per second that a rate allows.
-
-    >>> per_second("100/s"), per_second("30/min")
-    (100.0, 0.5)
-
-    Raises:
-        ValueError: the text is not a rate, or the rate is 0.
-    """
-    found = RATE_FORM.fullmatch(text)
-    if found is None or int(found[1]) == 0:
-        raise ValueError(f"{text!r} is not a rate such as '100/s', '30/min' or '500/h'")
-    return int(found[1]) / UNITS[found[2]]
 
 
 def _is_network(text: str) -> str:
@@ -126,7 +102,6 @@ def check(template: str) -> str:
 Url = Annotated[str, AfterValidator(_is_url)]
 Seconds = Annotated[float, within(0.01, 3600)]
 Network = Annotated[str, AfterValidator(_is_network)]
-Rate = Annotated[str, AfterValidator(_is_rate)]
 
 
 class Endpoint(BaseModel):

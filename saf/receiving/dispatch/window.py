@@ -33,7 +33,7 @@ from saf.receiving.dispatch.progress import InHand, Mark
 from saf.receiving.dispatch.replies import Answer
 from saf.receiving.dispatch.talking import Talked
 from saf.receiving.outcome import HANDLED, Dead, Outcome, Parked
-from saf.receiving.retries import Waiting
+from saf.receiving.retries import FailedAttempt, Waiting
 from saf.setaside.isolation import said
 from saf.setaside.lane import Kind
 
@@ -95,6 +95,8 @@ class Marks:
     """Messages whose walk has ended, except those that need only their shard's mark."""
     waiting: dict[str, Waiting] = field(default_factory=dict)
     """New waiting states of lanes."""
+    counted: dict[str, FailedAttempt] = field(default_factory=dict)
+    """Attempts of lanes that already wait, which count now."""
     succeeded: list[str] = field(default_factory=list)
     """Lanes without messages in memory."""
     timed: set[int] = field(default_factory=set)
@@ -290,13 +292,13 @@ class Window:
         self._new.attempts.append((walk.message, answer))
         self._touch(walk.message.shard)
 
-    def count(self, lanes: Iterable[Waiting]) -> None:
-        """Set the attempts of lanes that already wait."""
-        for waiting in lanes:
-            owned = waiting.shard in self.shards and waiting.shard not in self.leaving
-            if owned and waiting.lane not in self.lanes:
-                self._new.waiting[waiting.lane] = waiting
-                self._touch(waiting.shard)
+    def count(self, failed: Iterable[FailedAttempt]) -> None:
+        """Count the attempts of lanes that already wait."""
+        for attempt in failed:
+            owned = attempt.shard in self.shards and attempt.shard not in self.leaving
+            if owned and attempt.lane not in self.lanes:
+                self._new.counted[attempt.lane] = attempt
+                self._touch(attempt.shard)
 
     def _landed(self, walk: Walk) -> Lane:
         lane = self.lanes[walk.message.lane]

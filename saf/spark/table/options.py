@@ -144,7 +144,7 @@ class Options:
                 f"dsn_from = {name!r}: this environment variable is not set where Spark's driver "
                 "runs; set it before Spark starts"
             )
-        return Dsn(os.environ[name])
+        return Dsn(os.environ[name], origin=f"the environment variable {name}")
 
 
 def options_of(given: Mapping[str, str]) -> Options:

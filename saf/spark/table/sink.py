@@ -28,6 +28,7 @@ from pyspark.sql.datasource import (
 
 from saf.database import Dsn, bulk, check_schema, connections, translated, unavailable_if_lost
 from saf.database.bounds import while_unavailable
+from saf.database.dsn import grant_command, place_of
 from saf.errors import ConfigurationError, NotThisStream, SafError
 from saf.sending import staging
 from saf.spark.table import outgoing
@@ -144,8 +145,9 @@ class Outgoing:
             except psycopg.errors.InsufficientPrivilege as error:
                 raise ConfigurationError(
                     f"{self.what}: user {connection.info.user!r} may not send this: "
-                    f"{error.diag.message_primary}. As the owner, run `saf grant --role sink "
-                    f"{connection.info.user}`; `saf sender list` shows who may send as whom"
+                    f"{error.diag.message_primary}. As the owner, run "
+                    f"`{grant_command('sink', connection.info.user, place_of(connection))}`; "
+                    "`saf sender list` shows who may send as whom"
                 ) from None
 
 
@@ -265,4 +267,4 @@ class Copy:
             yield
         except (adbc.Error, OSError) as error:
             state = getattr(error, "sqlstate", None)
-            raise translated(self._what, state, self._dsn.redact(str(error))) from None
+            raise translated(self._what, state, self._dsn.reason(error)) from None

@@ -19,7 +19,7 @@ from saf.config import TRACE_ID
 from saf.errors import TookTooLong, UsageError
 from saf.operating import journey, outbox
 from saf.operating.journey import Stay, Stored
-from saf.operating.outbox import STATES, Place, SentPage, Wanted
+from saf.operating.outbox import STATES, Details, Place, SentPage, Wanted
 from saf.ui.brokers import PATIENCE_SECONDS
 from saf.ui.redaction import LARGEST_BYTES, Redaction
 from saf.ui.site import Visit, moment_of
@@ -125,7 +125,7 @@ class Event:
     """A part of the broker's `saf.operating.journey.Stay`; for attempts, a list."""
 
 
-RANK = ("sent", "stored", "reading", "attempts", "aside", "decided")
+RANK = ("held", "sent", "stored", "reading", "attempts", "aside", "decided")
 """Order of events of the same moment."""
 
 
@@ -139,6 +139,8 @@ def timeline(stays: Mapping[str, Stay]) -> list[Event]:
     for where, stay in stays.items():
         if stay.sent is not None:
             events.append((stay.sent.message.created_at, "sent", where, stay.sent))
+        if stay.held is not None:
+            events.append((stay.held.created_at, "held", where, stay.held))
         if stay.stored is not None:
             at = stay.stored.received_at
             events.append((at, "stored", where, stay.stored))
@@ -192,10 +194,13 @@ def message(visit: Visit) -> Response:
     )
     stays = {name: local for name, (local, _) in answers.found.items()}
     known = {name: local for name, local in stays.items() if not local.nothing}
-    first = next((one.sent or one.stored for one in known.values() if one.sent or one.stored), None)
+    copies = (one.sent or one.stored or one.held for one in known.values())
+    first = next((copy for copy in copies if copy), None)
     redaction = visit.site.redaction
     headers = redaction.headers(first.headers) if first is not None else {}
-    created = first.created_at if isinstance(first, Stored) else first and first.message.created_at
+    created = first.message.created_at if isinstance(first, Details) else None
+    if isinstance(first, Stored):
+        created = first.created_at
     return visit.page(
         "message.html",
         title="Message",
@@ -218,7 +223,7 @@ def message(visit: Visit) -> Response:
 def _body(redaction: Redaction, found: Iterable[tuple[Stay, bytes | None]]) -> str | None:
     """Return the body for display; None if no log has it."""
     for stay, body in found:
-        if body is not None and (copy := stay.sent or stay.stored) is not None:
+        if body is not None and (copy := stay.sent or stay.stored or stay.held) is not None:
             return redaction.body(body, copy.headers)
         if stay.size is not None and stay.size > LARGEST_BYTES:
             return f"{stay.size:,} bytes: more than are shown"

@@ -21,11 +21,12 @@ from starlette.responses import Response
 
 from saf.errors import UsageError
 from saf.operating.decide import Decision
+from saf.operating.held import STATES, HeldMessages
 from saf.setaside import audit as log
 from saf.setaside.dead import REASONS
 from saf.setaside.failure_groups import FailureGroups, failure_groups
 from saf.setaside.fingerprint import check_group
-from saf.setaside.lane import Kind
+from saf.setaside.lane import Origin, WaitsFor
 from saf.setaside.selection import Counted, DeadLetters, ParkedMessages, Selection, staying_in_words
 from saf.setaside.waiting import Lanes, Waiting, due, parked, place_at, retry_now
 from saf.ui.jobs import Job
@@ -36,7 +37,10 @@ LANES = 25
 LANES_OF_ONE = 50
 MOST_OF_A_LANE = 10_000
 """Most messages of a lane to count."""
-LANE_FIELDS = ("subscription", "destination", "lane", "subject", "subject_contains", "group")
+LANE_FIELDS = (
+    *("subscription", "destination", "waits_for", "origin", "subject", "subject_contains"),
+    "group",
+)
 MOST_OF_EVERY = 100_000
 """Most messages to count where a filter matches none."""
 
@@ -56,7 +60,7 @@ def lanes(visit: Visit) -> Response:
         live=LIVE,
         found=found,
         errors=errors,
-        kinds=[*Kind],
+        choices=OF_LANES,
         most=MOST_OF_A_LANE,
         every=every,
         wanted=wanted,
@@ -111,11 +115,37 @@ def _brokers(visit: Visit) -> list[str] | None:
 
 def _lanes(visit: Visit) -> Lanes:
     given = {name: visit.given(name) for name in LANE_FIELDS}
-    if given["lane"] is not None and given["lane"] not in [*Kind]:
-        raise UsageError(f"unknown kind of lane {given['lane']!r}, only {', '.join(Kind)}")
+    for choice in OF_LANES:
+        choice.check(given)
     check_group(given["group"])
     return Lanes(**given)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A criterion with few values."""
+
+    name: str
+    label: str
+    values: Sequence[str]
+
+    def check(self, given: Mapping[str, str | None]) -> None:
+        """Raise if the given value is not one of them.
+
+        Raises:
+            UsageError: it is not.
+        """
+        value = given[self.name]
+        if value is not None and value not in self.values:
+            raise UsageError(
+                f"unknown value of {self.label.lower()!r}: {value!r}, only {', '.join(self.values)}"
+            )
+
+
+OF_LANES = (
+    Choice(name="waits_for", label="Waits for", values=[*WaitsFor]),
+    Choice(name="origin", label="Origin", values=[*Origin]),
+)
 
 ROWS = 50
 ROWS_OF_EACH = 10
@@ -132,7 +162,13 @@ MORE_FIELDS = ("group", "before", "beyond")
 """Criteria of the filters of both kinds; ``beyond`` is a number: only messages with greater ones.
 A large backlog is grouped beyond a number, and a decision about a group concerns the same part."""
 IN_WORDS = MappingProxyType(
-    {"subject_contains": "subject", "group": "failure group", "beyond": "number above"}
+    {
+        "subject_contains": "subject",
+        "name_contains": "name",
+        "waits_for": "waits for",
+        "group": "failure group",
+        "beyond": "number above",
+    }
 )
 """Criteria whose names are not words."""
 
@@ -147,8 +183,8 @@ class SetAside:
     """The template of the list."""
     fields: Sequence[str]
     """Criteria of the filter that are texts."""
-    choice: tuple[str, str, Sequence[str]]
-    """One of them that has few values: its name, its name in words, and the values."""
+    choices: Sequence[Choice]
+    """Those that have few values."""
     words: Mapping[str, str]
     """Texts of the page that asks for the reason of a decision, the hints by the action."""
 
@@ -185,7 +221,7 @@ class SetAside:
             more=sorted(name for name, page in pages.items() if page.next),
             last=pages[broker].next if broker and broker in pages else None,
             errors=answers.errors,
-            options=self.choice[2],
+            choices=self.choices,
             fields=self._fields(visit),
             destinations=[*visit.site.settings.destinations],
         )
@@ -209,6 +245,7 @@ class SetAside:
             kind=self.kind,
             groups=shown,
             found=found,
+            choices=self.choices,
             filtered=wanted != self.kind(),
             most=GROUPED,
             errors=answers.errors,
@@ -226,8 +263,9 @@ class SetAside:
             rows = selection.rows(connection, ROWS, to=decision.to) if counted.messages else []
             return counted, [row for row in rows if row.stays is None][:ROWS_TO_CONFIRM]
 
+        chosen = self._chosen(visit, decision)
         answers = visit.site.brokers.ask_each(
-            {name: partial(count, selection) for name, selection in self._chosen(visit).items()}
+            {name: partial(count, selection) for name, selection in chosen.items()}
         )
         counts = {name: counted for name, (counted, _) in answers.found.items()}
         messages = sum(counted.messages for counted in counts.values())
@@ -260,7 +298,7 @@ class SetAside:
         decision = self._decision(visit)
         last_ids = {name: numbers[-1] for name, numbers in _numbers(visit, "through").items()}
         counted = {}
-        for name, selection in self._chosen(visit).items():
+        for name, selection in self._chosen(visit, decision).items():
             broker = visit.site.brokers.place(name)
             if broker is not None and name in last_ids:
                 counted[name] = broker, replace(selection, through=last_ids[name])
@@ -281,14 +319,18 @@ class SetAside:
         action, to = visit.given("action") or "", visit.given("to")
         if action not in self.kind.DECISIONS:
             raise UsageError(f"unknown action {action!r}, only {', '.join(self.kind.DECISIONS)}")
+        if action == "reschedule":
+            if (moment := moment_of(to)) is None:
+                raise UsageError("reschedule to which time? Give one such as 2026-01-31T12:00Z")
+            return Decision(action=action, to=moment.isoformat())
         if action != "redirect":
             return Decision(action=action)
         if to not in visit.site.settings.destinations:
             raise UsageError("redirect where? Choose one of the destinations of saf.toml")
         return Decision(action=action, to=to)
 
-    def _chosen(self, visit: Visit) -> Mapping[str, Selection[Any]]:
-        """Return the selection for each broker that a form has chosen.
+    def _chosen(self, visit: Visit, decision: Decision) -> Mapping[str, Selection[Any]]:
+        """Return the selection for each broker that a form has chosen for a decision.
 
         Raises:
             UsageError: no message was chosen.
@@ -296,13 +338,15 @@ class SetAside:
         if visit.given("matching"):
             broker = visit.given("broker")
             names = [broker] if broker else visit.site.brokers.names()
-            return dict.fromkeys(names, self._wanted(visit))
+            return dict.fromkeys(names, decision.of_these(self._wanted(visit)))
         found = _numbers(visit, "id")
         if not found:
             raise UsageError(
                 f"nothing was chosen: tick {self.kind.WORD}s, or choose all that match"
             )
-        return {name: self.kind(numbers=numbers) for name, numbers in found.items()}
+        return {
+            name: decision.of_these(self.kind(numbers=numbers)) for name, numbers in found.items()
+        }
 
     def _fields(self, visit: Visit) -> dict[str, Any]:
         """Return the filter as the pages' forms and links pass it on."""
@@ -311,9 +355,8 @@ class SetAside:
     def _wanted(self, visit: Visit) -> Selection[Any]:
         given: dict[str, Any] = {name: visit.given(name) for name in self.fields}
         given["key_contains"] = given.pop("key")
-        name, word, values = self.choice
-        if given[name] is not None and given[name] not in values:
-            raise UsageError(f"unknown {word} {given[name]!r}, only {', '.join(values)}")
+        for choice in self.choices:
+            choice.check(given)
         return self.kind(
             **given,
             group=check_group(visit.given("group")),
@@ -341,7 +384,7 @@ DEAD = SetAside(
     at="/dead",
     template="dead.html",
     fields=("reason", "service", "key", "error", "destination", "subscription"),
-    choice=("reason", "reason", REASONS),
+    choices=[Choice(name="reason", label="Reason", values=REASONS)],
     words={
         "all": "message",
         "each": "dead letter",
@@ -357,10 +400,10 @@ PARKED = SetAside(
     at="/parked/messages",
     template="parked_messages.html",
     fields=(
-        *("subscription", "destination", "lane", "subject", "subject_contains"),
+        *("subscription", "destination", "waits_for", "origin", "subject", "subject_contains"),
         *("service", "key"),
     ),
-    choice=("lane", "kind of lane", [*Kind]),
+    choices=OF_LANES,
     words={
         "all": "parked message",
         "each": "message",
@@ -369,6 +412,25 @@ PARKED = SetAside(
         "redirect": "The forwarder sends them there, in the order in which they were written. "
         + STORED,
         "discard": f"{DISCARD} {STORED}",
+    },
+)
+
+HELD = SetAside(
+    kind=HeldMessages,
+    at="/held",
+    template="held.html",
+    fields=("service", "name_contains", "key", "state"),
+    choices=[Choice(name="state", label="State", values=STATES)],
+    words={
+        "all": "held message",
+        "each": "held message",
+        "stay": "stay as they are",
+        "called": "Name",
+        "order": "Those that were sent first go first",
+        "nothing": "No held message matches any more. It was sent, or somebody else has decided.",
+        "cancel": "They are never sent, and their names may be used again.",
+        "reschedule": "They are sent at that time. Refused ones are tried again then.",
+        "move": "The next run of the forwarder moves those refused messages that are allowed then.",
     },
 )
 

@@ -451,7 +451,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a destination's error shows the password",
         INBOX,
-        "reason = self.dsn.redact(str(error))",
+        "reason = self.dsn.reason(error)",
         "reason = str(error)",
         f"{WATERMARKS}::test_what_a_destination_says_of_messages_is_shown_without_the_password",
     ),
@@ -500,7 +500,7 @@ MUTANTS: list[Mutant] = [
         "        services, watermarks = self._contact(cursor, values)\n        if",
         "        cursor.ask(SCHEMA_REVISION)\n"
         "        services, watermarks = self._contact(cursor, values)\n        if",
-        "contract/test_round_trips.py::test_a_little_cycle_takes_few_round_trips",
+        "contract/test_round_trips.py::test_a_cycle_with_a_task_takes_few_round_trips",
     ),
     mutant(
         "a destination of another schema is written to",

@@ -37,6 +37,25 @@ OF_GUARD = "unit/test_guard.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "a failure of a message that has ended is counted against the next of its key",
+        "saf/receiving/retries.py",
+        """  AND f.id = (SELECT p.id FROM saf.parked p
+              WHERE p.subscription_id = %(subscription_id)s AND p.destination = ''
+                AND p.kind = '{Kind.KEY}' AND p.subject = f.lane
+              ORDER BY p.id LIMIT 1)
+""",
+        "",
+        f"{DISPATCH}::test_a_failure_of_a_message_that_has_ended_meanwhile_blames_no_other",
+    ),
+    mutant(
+        "a counted attempt makes a key known as written that fails again",
+        WINDOW,
+        "self._stopped.difference_update(marks.waiting)",
+        "self._stopped.difference_update({**marks.waiting, **marks.counted})",
+        "unit/test_window.py::"
+        "test_a_key_whose_attempt_is_counted_stays_known_until_its_next_failure_is_written",
+    ),
+    mutant(
         "what fails after it was told to end is the failure of who has its name",
         "saf/receiving/dispatch/dispatcher.py",
         "if task is asyncio.current_task():",
@@ -322,8 +341,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a success ends a session that passes shards on",
         WINDOW,
-        "waiting.shard in self.shards and waiting.shard not in self.leaving",
-        "waiting.shard in self.shards",
+        "attempt.shard in self.shards and attempt.shard not in self.leaving",
+        "attempt.shard in self.shards",
         f"{DISPATCH}::test_a_success_while_shards_leave_counts_no_attempt_in_them",
     ),
     mutant(
@@ -610,7 +629,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is complete beyond the position counts as unread",
-        "saf/receiving/inbox.py",
+        "saf/log/read.py",
         "since.id <@ d.ids AND pg_visible",
         "since.id < 0 AND pg_visible",
         f"{DISPATCH}::test_a_slow_key_delays_no_other",

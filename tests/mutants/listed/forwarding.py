@@ -40,10 +40,17 @@ FEW = "saf/destinations/postgresql/little.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
-        "few messages pass a mark with another epoch",
+        "few messages pass a mark with a newer epoch",
         FEW,
-        "w.epoch = p.epoch AND w.position",
+        "w.epoch <= p.epoch AND w.position",
         "w.position",
+        OF_LITTLE,
+    ),
+    mutant(
+        "few messages do not fence who owned their shards before",
+        FEW,
+        "SET epoch = p.epoch, batch",
+        "SET batch",
         OF_LITTLE,
     ),
     mutant(
@@ -126,8 +133,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a member that has lost a shard closes the others",
         LITTLE,
-        "THEN cardinality(%(shards)s::smallint[]) ELSE 0 END",
-        "THEN (SELECT count(*) FROM h) ELSE 0 END",
+        "SELECT 1 / ((SELECT count(*) FROM h) = (SELECT count(*) FROM changes)\n",
+        "SELECT 1 / (true\n",
         OF_LITTLE,
     ),
     mutant(
@@ -180,6 +187,97 @@ MUTANTS: list[Mutant] = [
         OF_LITTLE,
     ),
     mutant(
+        "a batch that follows passes over a cursor that was set back",
+        LITTLE,
+        " AND (k.closes OR c.done::text = k.done)",
+        "",
+        OF_LITTLE,
+    ),
+    mutant(
+        "batches follow each other without ever a search",
+        LITTLE,
+        "if time.monotonic() < self._until and not tracing",
+        "if not tracing",
+        OF_LITTLE,
+    ),
+    mutant(
+        "each batch that follows writes all cursors",
+        LITTLE,
+        "yes AND k.shard = ANY (ARRAY(SELECT DISTINCT shard FROM rows)) AS opens",
+        "yes AS opens",
+        OF_LITTLE,
+    ),
+    mutant(
+        "a shard without messages stays open with its batch",
+        LITTLE,
+        "k.shard = ANY (%(in_hand)s::smallint[]) AS closes",
+        "k.shard = ANY (%(place_shards)s) AS closes",
+        OF_LITTLE,
+    ),
+    mutant(
+        "a search finds the shards at many places",
+        LITTLE,
+        "source.write(LEVEL, chain.known)",
+        "pass",
+        OF_LITTLE,
+    ),
+    mutant(
+        "a cursor that was set back is brought to the end of the last batch",
+        LITTLE,
+        "c.open IS NULL AND c.done::text = k.done AND",
+        "c.open IS NULL AND",
+        OF_LITTLE,
+    ),
+    mutant(
+        "nothing is found where there is too much",
+        LITTLE,
+        "EXISTS (SELECT FROM ruled) AND NOT EXISTS (SELECT FROM rows) AS nothing",
+        "NOT EXISTS (SELECT FROM suited) AS nothing",
+        OF_LITTLE,
+    ),
+    mutant(
+        "a search follows each last batch",
+        LITTLE,
+        "else [] if nothing else None",
+        "else None",
+        OF_LITTLE,
+    ),
+    mutant(
+        "batches that follow are not traced",
+        LITTLE,
+        "time.monotonic() < self._until and not tracing.records():",
+        "time.monotonic() < self._until:",
+        OF_LITTLE,
+    ),
+    mutant(
+        "messages without end keep the driver",
+        LITTLE,
+        "opens = time.monotonic() < ends",
+        "opens = True",
+        OF_LITTLE,
+    ),
+    mutant(
+        "all sources have sessions at a destination at the same time",
+        "saf/forwarding/broker.py",
+        "            with here.turns:\n                receipts =",
+        "            if here.turns:\n                receipts =",
+        OF_LITTLE,
+    ),
+    mutant(
+        "a quiet source is asked in each cycle",
+        "saf/forwarding/roster.py",
+        "now + pause if pause < interval else now - now % interval + interval",
+        "0.0",
+        OF_LITTLE,
+    ),
+    mutant(
+        "little work of many sources waits for a job",
+        "saf/forwarding/broker.py",
+        "if here is not None and len(work) == 1:",
+        "if here is None and len(work) == 1:",
+        OF_LITTLE,
+    ),
+    mutant(
         "few messages overtake those that wait",
         LITTLE,
         "not (work.much or work.waiting or work.of_services or work.rejecting)",
@@ -196,14 +294,14 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a quiet source is looked at whatever other databases do",
         QUIET,
-        "            known is not None\n            and left == known\n",
-        "            known is not None\n            and not known\n            and not running\n",
+        "known is not None and left == known and",
+        "known is not None and not known and not running and",
         f"{POLLING}::test_a_quiet_source_is_not_looked_at_because_other_databases_are_busy",
     ),
     mutant(
         "a sequence that stands still is enough to be quiet",
         QUIET,
-        "            and left == known\n",
+        " and left == known",
         "",
         f"{POLLING}::test_what_is_committed_late_is_found_though_no_id_was_drawn_since",
     ),
@@ -217,23 +315,51 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a source is quiet for ever since it was only asked",
         QUIET,
-        "        ):\n            return True\n",
-        "        ):\n            self._at = snapshot\n            return True\n",
+        "if time.monotonic() < self._until:\n",
+        "if time.monotonic() < self._until:\n                self._at = snapshot\n",
         f"{POLLING}::test_a_cursor_that_was_set_back_is_found_after_a_while",
     ),
     mutant(
         "a lane that a person makes is not noticed",
         QUIET,
-        "            and not backoff.any_lane(connection, subscription_id)\n",
+        " and not any_lane",
         "",
         f"{POLLING}::test_a_lane_that_a_person_makes_is_seen_at_a_quiet_source",
     ),
     mutant(
         "a quiet source is never looked at for certain",
         QUIET,
-        "            and time.monotonic() < self._until\n",
-        "",
+        "if time.monotonic() < self._until:",
+        "if self._until:",
         f"{POLLING}::test_a_cursor_that_was_set_back_is_found_after_a_while",
+    ),
+    mutant(
+        "cursors are known as the search left them, and not as it found them",
+        QUIET,
+        "if self._asked_cursors == self._cursors:",
+        "if self._cursors:",
+        f"{POLLING}::test_a_cursor_that_was_set_back_is_found_after_a_while",
+    ),
+    mutant(
+        "cursors that nothing has compared are taken for those before",
+        QUIET,
+        'self._asked_cursors if searched else ""',
+        "self._asked_cursors",
+        f"{POLLING}::test_cursors_are_compared_with_those_before_a_search",
+    ),
+    mutant(
+        "a snapshot counts although nothing was searched",
+        QUIET,
+        'snapshot if searched else "", None',
+        "snapshot, None",
+        f"{POLLING}::test_cursors_are_compared_with_those_before_a_search",
+    ),
+    mutant(
+        "a lease that was renewed is a reason to search",
+        QUIET,
+        "if (self._member, self.shards) == before:",
+        "if before == ():",
+        f"{POLLING}::test_a_renewed_lease_is_no_reason_to_search",
     ),
     mutant(
         "no room is made for the connections of many sources",
@@ -374,9 +500,9 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what a source answers too late is forgotten",
         "saf/forwarding/roster.py",
-        "            self._found.extend(work)\n\n        left",
-        "            if time.monotonic() < now + 1.1:\n                self._found.extend(work)\n\n"
-        "        left",
+        "            self._found.extend(visit.work)\n",
+        "            if time.monotonic() < now + 1.1:\n"
+        "                self._found.extend(visit.work)\n",
         f"{SLOW}::test_a_loop_forwards_from_a_source_whose_every_look_takes_longer_than_it_waits",
     ),
     mutant(
@@ -533,7 +659,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a source's reader shows the password",
         "saf/engine/source.py",
-        "dsn.redact(str(error))) from None",
+        "dsn.reason(error)) from None",
         "str(error)) from None",
         "contract/test_watermarks.py::"
         "test_what_a_source_says_to_its_reader_is_shown_without_the_password",
@@ -678,8 +804,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is kept grows with every connection",
         "saf/database/connections.py",
-        "if before is None and len(_kept) > _most:",
-        "if before is None and len(_kept) > MOST + 1000:",
+        "if place < len(_kept) - _most or now",
+        "if place < len(_kept) - 1000 or now",
         "contract/test_connections.py::test_those_that_were_used_last_are_kept",
     ),
     mutant(

@@ -18,7 +18,7 @@ MUTANTS: list[Mutant] = [
         ALIVE,
         "self._since, self._shown = now, 0",
         "self._shown = 0",
-        f"{ALIVES}::test_a_message_begins_the_idle_time_again",
+        "unit/test_doctests.py",
     ),
     mutant(
         "a loop whose source does not answer is idle",

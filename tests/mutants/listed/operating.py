@@ -40,9 +40,16 @@ MUTANTS: list[Mutant] = [
     mutant(
         "lists and decisions leave out the stores",
         FLEETS,
-        "    return Listing(brokers={**_stores(settings), **found.brokers}, ",
-        "    return Listing(brokers={**found.brokers}, ",
+        "    brokers = _joined(_stores(settings), found.brokers)",
+        "    brokers = _joined({}, found.brokers)",
         f"{SET_ASIDE}::test_lists_and_decisions_concern_the_sources_and_the_stores",
+    ),
+    mutant(
+        "a broker that is a source and a store is listed twice",
+        FLEETS,
+        "        if name not in sources and broker.dsn.place not in seen:",
+        "        if name not in sources:",
+        "integration/test_members.py::test_a_broker_that_is_a_source_and_a_store_is_listed_once",
     ),
     mutant(
         "what became a dead letter while the question was open is discarded too",
@@ -276,15 +283,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a writer reads the messages",
         GRANTS,
-        '{"outbox": {"INSERT": tuple(SENT)}}',
-        '{"outbox": {"INSERT": tuple(SENT), "SELECT": WHOLE}}',
+        '"SELECT": ("message_id",)}',
+        '"SELECT": WHOLE}',
         f"{RIGHTS}::test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say",
     ),
     mutant(
         "a writer may set the transaction id of its message",
         GRANTS,
-        '{"outbox": {"INSERT": tuple(SENT)}}',
-        '{"outbox": {"INSERT": WHOLE}}',
+        '{"outbox": {"INSERT": tuple(SENT), "SELECT": ("message_id",)}}',
+        '{"outbox": {"INSERT": WHOLE, "SELECT": ("message_id",)}}',
         f"{RIGHTS}::test_a_writer_reads_no_message_and_says_nothing_that_is_the_brokers_to_say",
     ),
     mutant(
@@ -382,8 +389,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a password from the environment ends its dsn",
         CONFIG,
-        'if location[-1] != "dsn" or value.startswith("${"):',
-        'if location[-1] != "dsn" or value:',
+        '    if value.startswith("${"):\n',
+        "    if value:\n",
         f"{SETTINGS}::test_a_password_from_the_environment_is_only_that",
     ),
     mutant(
@@ -585,7 +592,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "the doctor shows the values of a query",
-        "saf/operating/doctor/patient.py",
+        "saf/operating/doctor/server.py",
         "split_part(a.query, '''', 1)",
         "split_part(a.query, '''''', 1)",
         f"{OF_DOCTOR}::test_no_value_of_a_query_is_shown_of_who_holds_others_up",
@@ -636,8 +643,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a process that is being started when SIGTERM comes is not told to stop",
         "saf/cli/worker.py",
-        "        for process in running.values():\n            process.terminate()\n",
-        "        for process in [*running.values()][:-1]:\n            process.terminate()\n",
+        "        for child in self._running.values():\n            child.terminate()\n",
+        "        for child in [*self._running.values()][:-1]:\n            child.terminate()\n",
         "contract/test_worker.py::test_sigterm_while_a_process_is_started_ends_that_one_too",
     ),
     mutant(

@@ -115,7 +115,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "dropped messages are not counted",
         "saf/receiving/settlement.py",
-        "    dropped.count(raw, reader.subscription_id, counted)\n",
+        "    dropped.count(raw, reader.subscription_id, to_count)\n",
         "    dropped.count(raw, reader.subscription_id, [])\n",
         "contract/test_dialog_fragments.py::test_what_waits_for_a_fragment_that_is_missing_is_counted_once_when_the_dialog_is_over",
     ),

@@ -45,6 +45,35 @@ KILLS = (
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "the garbage collector looks through all that a process has loaded at its start",
+        "saf/cli/alive.py",
+        "gc.freeze()",
+        "gc.collect(0)",
+        "integration/test_alive.py::"
+        "test_the_garbage_collector_leaves_out_what_a_process_has_loaded_at_its_start",
+    ),
+    mutant(
+        "each idle thread of a worker asks by itself",
+        "saf/receiving/loop.py",
+        "turn=None if self.listen else self._turn,",
+        "turn=None,",
+        "contract/test_worker.py::test_idle_threads_take_turns",
+    ),
+    mutant(
+        "a turn that was taken is not passed on",
+        "saf/log/pauses.py",
+        "            if taken:\n                self._lock.release()",
+        "            pass",
+        "unit/test_turns.py",
+    ),
+    mutant(
+        "more readers ask ever more often",
+        "saf/log/pauses.py",
+        "min(readers, READERS)",
+        "readers",
+        "unit/test_turns.py",
+    ),
+    mutant(
         "a handler ends its thread by what is no Exception",
         "saf/receiving/loop.py",
         "except BaseException as error:  # a handler",
@@ -90,8 +119,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a receiver that sets everything aside hears of no stop",
         "saf/receiving/receive.py",
-        "if stopping.is_set() or (waits",
-        "if (waits",
+        "if stopping.is_set() or not may_take:",
+        "if not may_take:",
         "contract/test_stopping.py::test_a_stop_is_heard_while_all_that_is_there_is_set_aside",
     ),
     mutant(
@@ -343,8 +372,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what was done before a message of its key that has failed is not done again",
         "saf/receiving/loop.py",
-        "may_go_on=lambda: not delivery.is_behind(message)",
-        "may_go_on=lambda: message.lane not in delivery._stopped",
+        "return not self.delivery.is_behind(self.message)",
+        "return self.message.lane not in self.delivery._stopped",
         f"{SHARED}::test_what_was_done_before_one_of_its_key_that_has_failed_is_there_after_another_failure",
     ),
     mutant(
@@ -407,15 +436,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "who receives beside processors is let in",
         RECEIVE,
-        "        if members:\n",
-        "        if members and not members:\n",
+        "    elif members := shards.living(",
+        '    elif not (members := ["x"]) and shards.living(',
         f"{OF_PROCESSORS}::test_who_receives_from_what_processors_own_is_refused_or_gets_nothing",
     ),
     mutant(
         "a restored inbox is received from",
         RECEIVE,
-        "            health.refuse(link.raw, ",
-        "            (lambda *_, **__: None)(link.raw, ",
+        "    health.refuse(connection, ",
+        "    (lambda *_, **__: None)(connection, ",
         "contract/test_rebase.py::test_a_restored_inbox_is_not_received_from",
     ),
     mutant(
@@ -663,7 +692,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "what is set aside counts as unread",
-        INBOX,
+        "saf/log/read.py",
         '({left("saf.inbox")})',
         "(SELECT * FROM saf.inbox i WHERE i.shard = c.shard)",
         f"{RECEIVED}::test_the_inbox_says_what_is_left_of_a_batch_in_hand",

@@ -25,7 +25,7 @@ OF_SQL = "spark/test_expressions.py"
 
 LOCAL, OF_LOCAL = "saf/routing/local.py", "contract/test_local_routes.py"
 VOUCHED, OF_VOUCHED = (
-    "migrations/baseline/routing.sql",
+    "migrations/baseline/local_dialogs.sql",
     "contract/test_local_senders.py",
 )
 
@@ -92,18 +92,11 @@ MUTANTS: list[Mutant] = [
         f"{OF_LOCAL}::test_a_parked_message_is_not_overtaken_either",
     ),
     mutant(
-        "a dialog's message is stored by its sender",
-        LOCAL,
-        " AND NEW.conversation_id IS NULL",
-        "",
-        f"{OF_LOCAL}::test_a_dialog_with_the_service_is_held_by_the_forwarder",
-    ),
-    mutant(
         "a message for a broker is stored by its sender",
         LOCAL,
-        "AND NEW.to_broker IS NULL ",
-        "",
-        f"{OF_LOCAL}::test_messages_for_other_services_brokers_and_dialogs_go_by_the_forwarder",
+        "NEW.to_broker IS NULL AND NEW.conversation_id IS NULL",
+        "NEW.conversation_id IS NULL",
+        f"{OF_LOCAL}::test_messages_for_other_services_and_for_brokers_go_by_the_forwarder",
     ),
     mutant(
         "rules of senders do not hold for local messages",
@@ -114,7 +107,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "anybody may make triggers that store in the inbox",
-        VOUCHED,
+        "migrations/baseline/routing.sql",
         "REVOKE ALL ON FUNCTION saf.store_locally FROM PUBLIC;\n",
         "",
         f"{OF_LOCAL}::test_rules_of_senders_hold",

@@ -208,9 +208,9 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "databases are told by their names alone",
-        TRANSACTION,
+        "saf/database/dsn.py",
         "return (info.host, info.port, info.dbname)",
-        "return info.dbname",
+        'return ("", "", info.dbname)',
         f"{ENTRANCE}::test_databases_of_the_same_name_on_two_servers_are_two",
     ),
     mutant(

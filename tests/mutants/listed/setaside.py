@@ -26,6 +26,22 @@ GROUPED = "contract/test_failure_groups.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
+        "what was sent at least once and waits for its service since looks like a set-back",
+        "saf/engine/acknowledged.py",
+        "OR (m.again AND p.kind = ANY (%(moved)s))",
+        "OR (false AND m.again AND p.kind = ANY (%(moved)s))",
+        "contract/test_lanes_in_order.py"
+        "::test_what_was_stored_at_least_once_may_wait_for_its_service_since",
+    ),
+    mutant(
+        "a mark of once only is explained by messages of other lanes",
+        "saf/engine/acknowledged.py",
+        "place.startswith(AGAIN) and lanes[place]",
+        "lanes[place]",
+        "contract/test_lanes_in_order.py"
+        "::test_what_waits_for_its_service_does_not_explain_a_mark_of_exactly_once",
+    ),
+    mutant(
         "a value that is cut inside its quotes stays in the fingerprint",
         "saf/setaside/fingerprint.py",
         "(?:[^']|'[A-Za-z0-9_])*(?:'|\\Z)",
@@ -276,8 +292,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an attempt that was not due counts",
         BACKOFF,
-        "WHERE b.next_attempt_at <= now()",
-        "WHERE b.next_attempt_at IS NOT NULL",
+        "AND (b.next_attempt_at <= now()",
+        "AND (b.next_attempt_at IS NOT NULL",
         f"{ONCE}::test_an_attempt_that_was_not_due_does_not_count",
     ),
     mutant(
@@ -291,8 +307,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "an attempt is not counted",
         BACKOFF,
-        "attempts = b.attempts + 1,",
-        "attempts = b.attempts,",
+        "ELSE b.attempts + 1 END",
+        "ELSE b.attempts END",
         SCHEDULE,
     ),
     mutant(
@@ -385,8 +401,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is discarded is not remembered",
         DECIDE,
-        "number = audit(connection, str(self), held.message_ids, why, person)",
-        "number = passes_on and audit(connection, str(self), held.message_ids, why, person)",
+        """number = audit(
+                    connection,
+                    str(self),
+                    held.message_ids,
+                    why,
+                    person=person,
+                    names=held.names,
+                )""",
+        "number = passes_on and audit(connection, str(self), held.message_ids, why, person=person)",
         f"{LETTERS}::test_a_filter_chooses_and_a_discarded_message_is_gone_and_remembered",
     ),
     mutant(
@@ -449,8 +472,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a person decides about a dead letter that its batch is not past",
         DECIDE,
-        "SELECT dead_letter_id, message_id {{chosen}} AND ({{stays}}) IS NULL",
-        "SELECT dead_letter_id, message_id {{chosen}}",
+        "SELECT dead_letter_id, message_id, s.log, s.name {{chosen}} AND ({{stays}}) IS NULL",
+        "SELECT dead_letter_id, message_id, s.log, s.name {{chosen}}",
         f"{LETTERS}::test_what_an_open_batch_is_not_past_stays_and_says_why",
     ),
     mutant(

@@ -47,7 +47,7 @@ SURVIVORS: list[Mutant] = [
     ),
     mutant(
         "ids that were complete in the batch before are kept",
-        MARKING,
+        "saf/receiving/ahead.py",
         "ids = CASE WHEN d.batch = excluded.batch THEN d.ids + excluded.ids ELSE excluded.ids END",
         "ids = (d.ids + excluded.ids)",
         f"{DISPATCH}::test_ids_that_are_complete_are_of_one_batch_and_beyond_its_position",

@@ -11,7 +11,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a message carries no context",
         MESSAGE,
-        "with_context(headers, message.headers),",
+        "with_context(headers, message.headers) if traced else headers,",
         "headers,",
         f"{TRACING}::test_a_message_carries_the_context_in_which_it_is_sent",
     ),
