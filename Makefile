@@ -5,7 +5,7 @@ SHELL := /bin/bash
 VENV := .venv
 WORKERS ?= 2
 PY := $(VENV)/bin/python
-PYTEST := $(PY) -m pytest --quiet -n $(WORKERS) --dist worksteal
+PYTEST = $(PY) -m pytest --quiet -n $(WORKERS) --dist worksteal
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
 	2>/dev/null && echo "$$python" && break; done)

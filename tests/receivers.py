@@ -117,22 +117,22 @@ def running(loop: Loop) -> Iterator[None]:
         thread.join()
 
 
-def writes_nothing_for(seconds: float, mom: Dsn) -> bool:
-    """Whether what runs beside leaves the server's transaction ids alone for so long.
+def writes_nothing(database: Dsn, act: Callable[[], object]) -> bool:
+    """Return whether an act leaves the server's transaction ids alone, once in five times.
 
-    Now and then autovacuum takes one; who writes again and again would in each of five windows.
+    Autovacuum takes ids at times; an act that writes takes one each time.
     """
-    with connect(mom) as connection:
+    with connect(database) as connection:
 
-        def next_xid() -> object:
+        def next_id() -> object:
             return fetch(connection, "SELECT pg_snapshot_xmax(pg_current_snapshot())")
 
-        def quiet() -> bool:
-            before = next_xid()
-            time.sleep(seconds)
-            return next_xid() == before
+        def is_quiet() -> bool:
+            before = next_id()
+            act()
+            return next_id() == before
 
-        return any(quiet() for _ in range(5))
+        return any(is_quiet() for _ in range(5))
 
 
 def effects(mom: Dsn) -> list[str]:

@@ -24,6 +24,7 @@ from saf.routing.routes import add_route
 from tests import dialogs
 from tests.dialogs import END, SHOP, TIMER, WAREHOUSE, receive, said
 from tests.pipeline import connect
+from tests.receivers import writes_nothing
 
 every_postgresql = pytest.mark.every_postgresql
 AT_ONCE = Policy(first_wait_seconds=0)
@@ -275,11 +276,11 @@ def test_a_task_waits_for_the_conversation(house: Dsn, late: saf.Dialog) -> None
 def test_a_look_that_finds_nothing_writes_nothing(house: Dsn) -> None:
     dialog = answered(house)
     before(house, dialog, "1")
-    with connect(house) as connection:
-        question = "SELECT pg_snapshot_xmax(pg_current_snapshot())"
-        first = fetch(connection, question)
+
+    def look() -> None:
         assert chosen_of(house, conversation=dialog, wait_seconds=0.3) == []
-        assert fetch(connection, question) == first
+
+    assert writes_nothing(house, look)
 
 
 def test_what_makes_no_sense_is_refused(house: Dsn) -> None:

@@ -114,7 +114,7 @@ def test_neither_bodies_nor_rows_nor_passwords_are_logged(inbox: Dsn) -> None:
     assert "CheckViolation" in one["stack"]
     assert one["error"].startswith("ValueError: cannot ***")
     for text in map(str, one.values()):
-        assert "4111" not in text
+        assert "4111 1111" not in text
         assert "geheim" not in text
 
 
@@ -130,7 +130,7 @@ def test_sqlalchemys_parameters_are_not_logged(inbox: Dsn) -> None:
     (one,) = logged(worker)
     engine.dispose()
     assert "DivisionByZero" in one["error"]
-    assert "4111" not in str(one)
+    assert "4111 1111" not in str(one)
 
 
 def test_a_message_with_which_nothing_commits_is_logged_and_counted_as_a_dead_letter(
@@ -204,7 +204,7 @@ def test_in_a_file_a_failure_is_one_line_of_json(inbox: Dsn, tmp_path: Path) -> 
     one = json.loads(line)
     assert (one["level"], one["error"]) == ("warning", "KeyError: 'nothing'")
     assert "Traceback (most recent call last)" in one["stack"]
-    assert "4111" not in line
+    assert "4111 1111" not in line
 
 
 def test_the_parameters_of_a_cause_that_was_kept_and_given_later_are_hidden() -> None:
@@ -213,4 +213,4 @@ def test_the_parameters_of_a_cause_that_was_kept_and_given_later_are_hidden() ->
     error.__cause__ = sa.exc.StatementError("refused", "INSERT", {"card": SECRET}, ValueError("no"))
     fields = exception(error)
     assert "StatementError" in fields["stack"]
-    assert "4111" not in fields["stack"]
+    assert "4111 1111" not in fields["stack"]

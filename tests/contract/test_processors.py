@@ -39,7 +39,7 @@ from tests.receivers import (
     running,
     store,
     waiting,
-    writes_nothing_for,
+    writes_nothing,
 )
 from tests.tiers import sized
 from tests.waits import until
@@ -548,7 +548,7 @@ def test_idle_processors_write_nothing_but_their_lease(inbox: Dsn) -> None:
     with running(saf.Processors(inbox, SUBSCRIPTION, Counter)):
         until(lambda: effects(inbox) == ["1"])
         time.sleep(1.5)
-        assert writes_nothing_for(2.5, inbox)
+        assert writes_nothing(inbox, lambda: time.sleep(2.5))
 
 
 # Beside others

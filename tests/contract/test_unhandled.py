@@ -35,7 +35,7 @@ from tests.receivers import (
     put,
     running,
     waiting,
-    writes_nothing_for,
+    writes_nothing,
 )
 from tests.sql_page import numbered
 from tests.waits import until
@@ -137,7 +137,7 @@ def test_a_worker_beside_lanes_that_it_cannot_handle_writes_nothing(inbox: Dsn) 
         put(inbox, "x", key=str(number), message_type="New")
     with running(Of(inbox, "Old")):
         until(lambda: by_type(inbox) == {"New": (5, 5)})
-        assert writes_nothing_for(1.5, inbox)
+        assert writes_nothing(inbox, lambda: time.sleep(1.5))
 
 
 def test_a_new_handler_that_fails_counts_its_attempts_though_an_old_worker_meets_the_message(

@@ -39,7 +39,7 @@ from tests.receivers import (
     running,
     store,
     waiting,
-    writes_nothing_for,
+    writes_nothing,
 )
 from tests.waits import until
 
@@ -313,7 +313,7 @@ def test_a_worker_goes_on_when_its_connections_are_cut(inbox: Dsn) -> None:
 def test_an_idle_worker_writes_nothing_and_asks_twice_a_second(inbox: Dsn) -> None:
     with running(Picky(inbox).worker):
         time.sleep(1.5)
-        assert writes_nothing_for(1.5, inbox)
+        assert writes_nothing(inbox, lambda: time.sleep(1.5))
 
 
 def test_two_handlers_for_one_type_and_a_wrong_signature_are_refused_by_name(inbox: Dsn) -> None:
