@@ -14,6 +14,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import structlog
 from alembic import command
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
@@ -536,16 +537,15 @@ def deploy(dsn: Dsn, schedules: saf.Schedules) -> dict[str, tuple[str, ...]]:
 
 
 @every_postgresql
-def test_declared_schedules_are_added_changed_and_reported_when_they_are_gone(
-    app: Dsn, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_declared_schedules_are_added_changed_and_reported_when_they_are_gone(app: Dsn) -> None:
     both = ("nightly", "refresh")
     assert deploy(app, declared()) == {"added": both}
     assert deploy(app, declared()) == {"unchanged": both}
     assert deploy(app, declared("20m")) == {"changed": ("refresh",), "unchanged": ("nightly",)}
-    gone = deploy(app, declared("20m", more=False))
+    with structlog.testing.capture_logs() as lines:
+        gone = deploy(app, declared("20m", more=False))
     assert gone == {"unchanged": ("refresh",), "undeclared": ("nightly",)}
-    assert "schedules_undeclared" in capsys.readouterr().out
+    assert [line["event"] for line in lines] == ["schedules_undeclared"]
     assert state(app, "nightly").origin == "shop"
     # another application has its own names
     assert deploy(app, saf.Schedules("other")) == {}
