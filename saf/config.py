@@ -193,10 +193,11 @@ class Topic(_Table):
 class Router(_Table):
     """A service that stands for others; see `saf.routing.routers`."""
 
-    kind: Literal["sql", "arrow", "python"]
-    """Kind of classifier: Spark SQL, a function of a batch, or a function of one message."""
+    kind: Literal["sql", "arrow", "python", "function"]
+    """Kind of classifier: Spark SQL, a function of a batch, a function of one message, or a
+    function of the broker's database."""
     expression: str
-    """The classifier: Spark SQL or ``module:function``."""
+    """The classifier: Spark SQL, ``module:function`` or ``schema.function``."""
     once_per: Literal["message", "key"] = "message"
     """Unit that is classified once: a message or a key. A conversation always is."""
     mode: Literal["redirect", "forward"] = "redirect"

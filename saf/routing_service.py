@@ -15,10 +15,13 @@ fails. Any number of replicas share the work, as all receivers do.
 - A message that cannot be resolved becomes a dead letter with the reason. If it begins a dialog,
   the dialog ends with an error, which its initiator gets.
 - A message that has come by more than `MAX_HOPS` routing services is treated in the same way.
+- A classifier that is a function of the database is called in this transaction, once for all
+  messages of a delivery, so what it writes commits with them. For a message that is tried again,
+  it is called again.
 
 The router, and the services that routes lead to, are read with each delivery, so a change takes
 effect at the next delivery. A deployment mistake stops the service instead: the router does not
-exist, or its function cannot be imported. Then nothing has been received.
+exist, or its function cannot be imported or called. Then nothing has been received.
 
 Needs Arrow, as the forwarder does, but not Spark.
 """
@@ -51,6 +54,8 @@ from saf.receiving.loop import Loop
 from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
+from saf.routing import functions
+from saf.routing.matching import FUNCTION
 from saf.routing.resolved import Resolved, keep, resolved
 from saf.routing.routers import load
 from saf.routing.routes import NOTHING, Declared, configuration, router_that_forwards
@@ -157,7 +162,8 @@ class RoutingService(Loop):
     def _route(self, delivery: Delivery[Any], work: Savepoints) -> None:
         raw, begins = work.raw, [one for one in delivery if _begins(one)]
         errors = {one.id: self._too_far for one in begins if _hops(one) > MAX_HOPS}
-        found = self._resolve(raw, [one for one in begins if one.id not in errors], errors)
+        with work.piece():  # what this writes stays if a message cannot be sent on
+            found = self._resolve(work, [one for one in begins if one.id not in errors], errors)
         plain = []
         for message in delivery:
             if message.id in errors:
@@ -178,13 +184,13 @@ class RoutingService(Loop):
                 self._one(delivery, work, message, call)
 
     def _resolve(
-        self, raw: psycopg.Connection[Any], messages: list[Received], errors: dict[int, str]
+        self, work: Savepoints, messages: list[Received], errors: dict[int, str]
     ) -> dict[int, Resolved]:
         """Return the resolutions of messages by id; add the reasons of failures to ``errors``."""
         if not messages:
             return {}
         rows = as_table(map(_as_begun, messages))
-        resolution = self._resolver(raw).resolve(rows)
+        resolution = self._resolver(work.raw, work.own).resolve(rows)
         for dead, error in resolution.dead:
             errors |= dict.fromkeys(dead["id"].to_pylist(), error)
         return {
@@ -196,8 +202,11 @@ class RoutingService(Loop):
             for row in resolution.rows.select(["id", *ADDRESS]).to_pylist()
         }
 
-    def _resolver(self, raw: psycopg.Connection[Any]) -> Resolver:
-        """Return the resolver for this router, as it is configured now."""
+    def _resolver(self, raw: psycopg.Connection[Any], own: str = "") -> Resolver:
+        """Return the resolver for this router, as it is configured now.
+
+        ``own`` is the statement that restores saf's own settings after a function of the database.
+        """
         current = configuration(raw, self.default_destination, self.declared)
         router = router_that_forwards(current, self.subscription)
         if router is None:
@@ -205,10 +214,20 @@ class RoutingService(Loop):
                 f"database {raw.info.dbname!r} has no router {self.subscription!r} that forwards, "
                 f"or it is disabled: run `saf router add {self.subscription} --mode forward`"
             )
-        load(router)
+        classify = None
+        if router.kind == FUNCTION:
+            functions.check(raw, router, calls=True)
+            classify = partial(functions.call, raw, router, own=own)
+        else:
+            load(router)
         routes = current.in_force
-        further = [entry.service for entry in routes.routers]
-        return Resolver([router], Matcher(routes), InTransaction(connection=raw), further=further)
+        return Resolver(
+            [router],
+            Matcher(routes),
+            InTransaction(connection=raw),
+            further=[entry.service for entry in routes.routers],
+            classify=classify,
+        )
 
     def _refuse(
         self, delivery: Delivery[Any], work: Savepoints, message: Received, error: str

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import psycopg
+
 from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.receiving.retries import Policy
@@ -19,6 +21,18 @@ from tests.routing import without_default
 DEPARTURES = "departures"
 HAS_SENT = "SELECT EXISTS (SELECT FROM saf.outbox)"
 BY_TEXT = "tests.classifiers:by_body_once"
+CLASSIFY = """
+CREATE OR REPLACE FUNCTION public.classify(body bytea) RETURNS text LANGUAGE plpgsql AS $$
+DECLARE
+    origin text := convert_from(body, 'UTF8');
+BEGIN
+    IF origin = 'fail' THEN
+        RAISE EXCEPTION 'told to fail';
+    END IF;
+    RETURN nullif(origin, 'nobody');
+END $$;
+"""
+"""Like `tests.classifiers.by_text`, in the database."""
 QUICKLY = Policy(max_attempts=1000, first_wait_seconds=0.01, longest_wait_seconds=0.05)
 
 
@@ -72,6 +86,12 @@ class Hub:
         handled = self.service().drain()
         self.forward()
         return handled
+
+
+def classify_in_database(connection: psycopg.Connection[Any], sql: str = CLASSIFY) -> None:
+    """Let the router of a hub call public.classify, created by this SQL."""
+    connection.execute(sql.encode())
+    add_router(connection, DEPARTURES, "function", "public.classify", mode="forward")
 
 
 def replica(hub: Dsn) -> None:

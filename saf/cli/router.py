@@ -28,8 +28,8 @@ from saf.errors import ConfigurationError, Unavailable, UsageError
 from saf.message import Message, encode
 from saf.operating.places import chosen, store
 from saf.operating.wording import counted
-from saf.routing import routers, routes
-from saf.routing.matching import ARROW, PYTHON, SQL, Router
+from saf.routing import functions, routers, routes
+from saf.routing.matching import ARROW, FUNCTION, PYTHON, SQL, Router
 from saf.routing.routes import ConfiguredRouter
 
 if TYPE_CHECKING:
@@ -63,6 +63,13 @@ def add(
             metavar=Function, help="Classifier: a function of one message, a saf.Received."
         ),
     ] = None,
+    function: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SCHEMA.FUNCTION",
+            help="Classifier: a function of the broker's database, (body bytea) RETURNS text.",
+        ),
+    ] = None,
     once_per: Annotated[
         Literal["message", "key"],
         typer.Option(help="Unit that is classified once; a conversation always is."),
@@ -75,7 +82,10 @@ def add(
     ] = "redirect",
     elsewhere: Annotated[
         bool,
-        typer.Option("--elsewhere", help="Do not check that the function exists on this machine."),
+        typer.Option(
+            "--elsewhere",
+            help="Do not check that the function exists on this machine, or in the database.",
+        ),
     ] = False,
     comment: Annotated[str | None, typer.Option(help="Comment for operators.")] = None,
     round_: Brokers,
@@ -84,30 +94,36 @@ def add(
 
     The classifier is used from the next batch on. Routes then choose the destination of the named
     service. An existing router gets the new values, and is enabled. A router that forwards belongs
-    to the broker where its service lives.
+    to the broker where its service lives, and so does a function of the database.
     """
-    expressions = {
-        kind: e for kind, e in ((SQL, sql), (ARROW, arrow), (PYTHON, python)) if e is not None
-    }
+    given = {SQL: sql, ARROW: arrow, PYTHON: python, FUNCTION: function}
+    expressions = [(kind, text) for kind, text in given.items() if text is not None]
     if len(expressions) != 1:
-        raise UsageError("a router has one classifier: use --sql, --arrow or --python")
-    ((kind, expression),) = expressions.items()
+        raise UsageError("a router has one classifier: use --sql, --arrow, --python or --function")
+    ((kind, expression),) = expressions
     router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
     routers.check(ConfiguredRouter(router=router, origin="saf.router", mode=mode))
-    if kind != SQL and not elsewhere:
+    if kind in (ARROW, PYTHON) and not elsewhere:
         try:
             routers.load(router)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"{error}. If the module exists only elsewhere, add --elsewhere"
             ) from None
-    round_.tell(
-        "route",
-        lambda connection: routers.add_router(
+
+    def make(connection: psycopg.Connection[Any]) -> bool:
+        if kind == FUNCTION and not elsewhere:
+            try:
+                functions.check(connection, router)
+            except ConfigurationError as error:
+                raise ConfigurationError(
+                    f"{error}. To add the router before its function, add --elsewhere"
+                ) from None
+        return routers.add_router(
             connection, service, kind, expression, once_per=once_per, mode=mode, comment=comment
-        ),
-        lambda new: _done(service, "added" if new else "changed"),
-    )
+        )
+
+    round_.tell("route", make, lambda new: _done(service, "added" if new else "changed"))
 
 
 @app.command()
@@ -178,8 +194,8 @@ def serve(
     It serves until SIGTERM or Ctrl-C. It receives at the broker where the service lives, and sends
     on from there, so that broker is a destination and a source. With [signing] in saf.toml, it
     signs the messages that it sends on, and refuses altered ones. Exit codes: 0 after a stop
-    request; 2 if the router does not exist, or its function cannot be imported; 75 if the messages
-    in hand took longer than the stop timeout.
+    request; 2 if the router does not exist, or its function cannot be imported or called; 75 if
+    the messages in hand took longer than the stop timeout.
     """
     from saf.receiving.stopping import STOP_SECONDS
     from saf.routing_service import RoutingService  # Arrow takes a while to import
@@ -231,9 +247,10 @@ def explain(
     """Explain which service a classifier chooses for a message.
 
     It also shows where the message would go. Sends nothing. The classifier runs here. That of a
-    router that forwards runs for the broker where its service lives. Spark evaluates a classifier
-    in SQL, and takes some seconds to start. Exit codes: 75 if the message would wait at some
-    broker; 1 if it would become a dead letter.
+    router that forwards runs for the broker where its service lives. What a function of the
+    database writes is rolled back. Spark evaluates a classifier in SQL, and takes some seconds to
+    start. Exit codes: 75 if the message would wait at some broker; 1 if it would become a dead
+    letter.
     """
     from saf.operating.dry_run import try_out  # Arrow takes a while to import
     from saf.spark.answers import DryRuns

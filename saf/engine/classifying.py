@@ -2,7 +2,8 @@
 
 A table of answers has a row for each message: the service, broker and key that the message is
 really addressed to, or in the column ``error`` the reason why they are unknown. If the function
-fails for one message, halving finds that message; its neighbours still get answers.
+fails for one message, halving finds that message; its neighbours still get answers. A function of
+the database may also fail for another reason, such as a missing right or a lock: that is raised.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ from itertools import repeat
 from typing import Any
 from uuid import UUID
 
+import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.columns import COLUMNS
-from saf.errors import InvalidMessage
+from saf.database import reason_of
+from saf.errors import InvalidMessage, masked
 from saf.log.columns import MESSAGES
 from saf.message import key_text
 from saf.received import READ, Received
+from saf.routing.functions import Classify
 from saf.routing.resolved import Resolved
+from saf.setaside.isolation import of_messages
 
 ANSWERS = pa.schema(
     [
@@ -41,6 +46,21 @@ def by_arrow(function: Function, rows: pa.Table) -> pa.Table:
     batches = rows.select(COLUMNS).to_batches()
     answers = [answer for batch in batches for answer in _by_batch(function, batch)]
     return pa.Table.from_batches(answers, ANSWERS)
+
+
+def by_database(classify: Classify, rows: pa.Table) -> pa.Table:
+    """Return the answers of a function of the database, which gets the bodies.
+
+    Raises:
+        psycopg.Error: it fails for a reason that is not about a message.
+    """
+
+    def answers(batch: pa.RecordBatch) -> pa.Array:
+        return pa.array(classify(batch["body"].to_pylist()), pa.string())
+
+    batches = rows.select(["body"]).combine_chunks().to_batches()
+    found = [answer for batch in batches for answer in _by_batch(answers, batch, of_messages)]
+    return pa.Table.from_batches(found, ANSWERS)
 
 
 def by_python(function: Function, rows: pa.Table) -> pa.Table:
@@ -112,15 +132,25 @@ def received(rows: pa.Table) -> Iterator[Received]:
         yield Received(row)
 
 
-def _by_batch(function: Function, batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+def _by_batch(
+    function: Function,
+    batch: pa.RecordBatch,
+    of_messages: Callable[[Exception], bool] = lambda _: True,
+) -> list[pa.RecordBatch]:
+    """Return the answers for a batch, in parts; raise an error that is not ``of_messages``."""
     try:
         return [_answered(function(batch), batch.num_rows)]
     except Exception as error:
+        if not of_messages(error):
+            raise
         if batch.num_rows == 1:
             return [pa.RecordBatch.from_pylist([{"error": _raised(error)}], ANSWERS)]
     half = batch.num_rows // 2
-    first, second = batch.slice(0, half), batch.slice(half)
-    return [*_by_batch(function, first), *_by_batch(function, second)]
+    return [
+        answers
+        for part in (batch.slice(0, half), batch.slice(half))
+        for answers in _by_batch(function, part, of_messages)
+    ]
 
 
 def _by_message(function: Function, message: Received) -> Resolved | str:
@@ -196,4 +226,6 @@ def _values(column: pa.ChunkedArray) -> Iterable[Any]:
 
 
 def _raised(error: Exception) -> str:
-    return f"its classifier raised {type(error).__name__}: {error!s:.1000}"
+    # a server's text has further lines, and may quote the row at fault
+    text = masked(reason_of(error)) if isinstance(error, psycopg.Error) else str(error)
+    return f"its classifier raised {type(error).__name__}: {text:.1000}"

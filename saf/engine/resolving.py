@@ -29,10 +29,28 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.dialogs.statements import COMPARE
-from saf.engine.classifying import ANSWERS, Function, as_answers, by_arrow, by_python
+from saf.engine.classifying import (
+    ANSWERS,
+    Function,
+    as_answers,
+    by_arrow,
+    by_database,
+    by_python,
+)
 from saf.errors import ConfigurationError, SafError, Unroutable
 from saf.message import MAX_KEY, MAX_NAME
-from saf.routing.matching import ARROW, KEY, SQL, Match, Named, Router, Routes, distinct_matches
+from saf.routing.functions import Classify
+from saf.routing.matching import (
+    ARROW,
+    FUNCTION,
+    KEY,
+    SQL,
+    Match,
+    Named,
+    Router,
+    Routes,
+    distinct_matches,
+)
 from saf.routing.resolved import Resolved
 from saf.routing.routers import load
 from saf.setaside.lane import Lane
@@ -103,15 +121,18 @@ class Resolver:
         *,
         further: Collection[str] = (),
         transforms: Mapping[str, str | None] = NO_TRANSFORMS,
+        classify: Classify | None = None,
     ) -> None:
         """Take routers, and what else decides whether a message may continue.
 
         ``further`` are services that others resolve later; they need no route here. ``transforms``
         maps each service with a transform (`saf.engine.transforming`) to its problem, if any.
+        ``classify`` calls the function of a router whose classifier is one of the database.
         """
-        routers = [_usable(router, answers) for router in routers]
+        routers = [_usable(router, answers, classify) for router in routers]
         self._routers = {router.service: router for router in routers}
         self._by_spark = answers
+        self._by_database = classify
         self._resolved_later = {*self._routers, *further}
         self._matcher = matcher
         self._memory = memory
@@ -288,17 +309,23 @@ class Resolver:
     def _asked(self, router: Router, rows: pa.Table) -> pa.Table:
         if router.kind == SQL and self._by_spark is not None:
             return self._by_spark.to(router, rows)
+        if router.kind == FUNCTION and self._by_database is not None:
+            return by_database(self._by_database, rows)
         if router.service not in self._functions:
             self._functions[router.service] = load(router)
         classify = by_arrow if router.kind == ARROW else by_python
         return classify(self._functions[router.service], rows)
 
 
-def _usable(router: Router, answers: Answers | None) -> Router:
-    if router.kind != SQL or router.problem or answers:
+def _usable(router: Router, answers: Answers | None, classify: Classify | None) -> Router:
+    if router.problem:
         return router
-    problem = f"router {router.service!r} is in SQL, which needs Spark"
-    return replace(router, problem=problem)
+    if router.kind == SQL and not answers:
+        return replace(router, problem=f"router {router.service!r} is in SQL, which needs Spark")
+    if router.kind == FUNCTION and classify is None:
+        calls = "calls a function of the database, which only a routing service does"
+        return replace(router, problem=f"router {router.service!r} {calls}")
+    return router
 
 
 def _once(router: Router, rows: pa.Table) -> pa.Array:

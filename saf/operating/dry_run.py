@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 from uuid import UUID
 
 import psycopg
 
 from saf.broker.services import lives_here
+from saf.database import reason_of
 from saf.engine.classifying import as_table
-from saf.engine.resolving import Answers, Matcher, Resolver
-from saf.errors import Unroutable
+from saf.engine.resolving import Answers, Matcher, Resolution, Resolver
+from saf.errors import ConfigurationError, Unroutable
 from saf.message import Message, encode
+from saf.routing import functions
 from saf.routing.explain import Explanation, explain
-from saf.routing.matching import Routes
+from saf.routing.functions import Classify
+from saf.routing.matching import FUNCTION, Router, Routes
 from saf.routing.resolved import Resolved, resolved
 from saf.routing.routers import with_problems
 from saf.routing.routes import Declared, configuration, router_that_forwards
@@ -89,12 +93,16 @@ def try_out(
 
     If the message is for a router that forwards, and the router's service lives at this broker,
     return the result of the routing service. At another broker, the router is an ordinary service.
+    A function of the database is called in a transaction that is rolled back.
 
     ``in_sql`` evaluates classifiers in SQL, if it can; see `saf.spark.answers`.
     """
     current = configuration(connection, default_destination, declared)
     in_force, router = current.in_force, router_that_forwards(current, message.service)
+    classify = None
     if router is not None and lives_here(connection, router.service):
+        if router.kind == FUNCTION:
+            router, classify = _callable(connection, router)
         routes = with_problems(replace(in_force, routers=(router,)))
     else:
         routes = with_problems(in_force)
@@ -107,10 +115,21 @@ def try_out(
         _Recall(connection),
         answers,
         further=[item.service for item in in_force.routers],
+        classify=classify,
     )
     created = {"id": 0, "shard": 0, "created_at": datetime.now(UTC)}
     rows = as_table([encode(message)._asdict() | created])
-    resolution = resolver.resolve(rows)
+    try:
+        with connection.transaction(force_rollback=True):
+            resolution = resolver.resolve(rows)
+    except psycopg.Error as error:
+        if connection.broken or classify is None:
+            raise
+        resolution = Resolution(rows=rows)
+        resolver.problems[message.service] = (
+            f"router {message.service!r}: its classifier raised {type(error).__name__}: "
+            f"{reason_of(error)}"
+        )
     (row,) = (resolution.rows if len(resolution.rows) else rows).to_pylist()
     broker = row["to_broker"]
     return DryRun(
@@ -126,3 +145,14 @@ def try_out(
         dead=next((error for _, error in resolution.dead), None),
         waits=next(iter(resolver.problems.values()), None),
     )
+
+
+def _callable(
+    connection: psycopg.Connection[Any], router: Router
+) -> tuple[Router, Classify | None]:
+    """Return a router with its problem, if its function cannot be called; or else with the call."""
+    try:
+        functions.check(connection, router, calls=True)
+    except ConfigurationError as error:
+        return replace(router, problem=str(error)), None
+    return router, partial(functions.call, connection, router)

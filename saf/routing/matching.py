@@ -40,7 +40,7 @@ AT_MOST_ONCE = "at_most_once"
 AT_LEAST_ONCE = "at_least_once"
 EXACTLY_ONCE = "exactly_once"
 
-SQL, ARROW, PYTHON = "sql", "arrow", "python"
+SQL, ARROW, PYTHON, FUNCTION = "sql", "arrow", "python", "function"
 MESSAGE, KEY = "message", "key"
 REDIRECT, FORWARD = "redirect", "forward"
 
@@ -99,7 +99,7 @@ class Router:
     service: str
     kind: str
     expression: str
-    """The classifier: Spark SQL, or ``module:function``."""
+    """The classifier: Spark SQL, ``module:function``, or a database's ``schema.function``."""
     once_per: str = MESSAGE
     """Unit that is classified: each message, or a key's first. A conversation always once."""
     problem: str | None = None

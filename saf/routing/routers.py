@@ -1,10 +1,12 @@
 """Routers: services that stand for others, and the classifiers that choose among them.
 
-A router has a classifier of one of three kinds:
+A router has a classifier of one of four kinds:
 
-    sql      a Spark SQL expression over the columns of a message
-    arrow    ``module:function``: takes a pyarrow.RecordBatch of messages, returns an array
-    python   ``module:function``: takes a `saf.Received`, returns one answer
+    sql        a Spark SQL expression over the columns of a message
+    arrow      ``module:function``: takes a pyarrow.RecordBatch of messages, returns an array
+    python     ``module:function``: takes a `saf.Received`, returns one answer
+    function   ``schema.function``, of the broker's database: takes a body, returns a service;
+               see `saf.routing.functions`
 
 An answer is the name of a service, or a `saf.Resolved`, which may also name a broker and a key.
 None means that the classifier has no answer. An Arrow function answers with an array of names, or
@@ -12,7 +14,9 @@ with a record batch with the columns service, and optionally broker and key.
 
 A router works in one of two modes. A router that redirects is run by the forwarder, in its tasks,
 where it reads the messages (`saf.engine.resolving`). A router that forwards has its service at a
-broker of its own, where a `saf.routing_service` receives, classifies and sends on.
+broker of its own, where a `saf.routing_service` receives, classifies and sends on. An expression in
+SQL needs Spark, so its router redirects. A function of the database is called in the transaction
+that receives, so its router forwards: a forwarder would call it with the forwarder's rights.
 
 When a batch is read again, the classifier is called again for each message without a remembered
 answer. So it must give the same answer to the same message.
@@ -34,10 +38,12 @@ import psycopg
 
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
+from saf.routing import functions
 from saf.routing.local import refuse_local
 from saf.routing.matching import (
     ARROW,
     FORWARD,
+    FUNCTION,
     KEY,
     MESSAGE,
     PYTHON,
@@ -88,7 +94,8 @@ def add_router(
 
     Raises:
         UsageError: a name that no message could have, or a topic's name; an unknown kind or
-            mode; a function not written as ``module:function``; SQL in a router that forwards.
+            mode; a function not written as ``module:function`` or ``schema.function``; SQL in a
+            router that forwards, or a function of the database in one that redirects.
     """
     router = Router(service=service, kind=kind, expression=expression, once_per=once_per)
     configured = ConfiguredRouter(router=router, origin="saf.router", mode=mode, comment=comment)
@@ -135,19 +142,27 @@ def check(one: ConfiguredRouter) -> None:
     check_name("router", router.service)
     if one.mode not in (REDIRECT, FORWARD):
         raise UsageError(f"mode {one.mode!r}: a router will {REDIRECT} or {FORWARD}")
-    if router.kind not in (SQL, ARROW, PYTHON):
-        raise UsageError(f"kind {router.kind!r}: a classifier is {SQL}, {ARROW} or {PYTHON}")
+    if router.kind not in (SQL, ARROW, PYTHON, FUNCTION):
+        kinds = f"{SQL}, {ARROW}, {PYTHON} or {FUNCTION}"
+        raise UsageError(f"kind {router.kind!r}: a classifier is {kinds}")
     if router.once_per not in (MESSAGE, KEY):
         raise UsageError(f"once_per {router.once_per!r}: once per {MESSAGE} or per {KEY}")
+    if router.kind == FUNCTION:
+        functions.parsed(router)
     module, colon, function = router.expression.partition(":")
-    if router.kind != SQL and not (module and colon and function):
+    if router.kind in (ARROW, PYTHON) and not (module and colon and function):
         raise UsageError(f"router {router.service!r}: {router.expression!r} is not module:function")
     if not router.expression.strip():
         raise UsageError(f"router {router.service!r} has an empty expression")
     if one.mode == FORWARD and router.kind == SQL:
         raise UsageError(
             f"router {router.service!r} is in SQL, which needs Spark: a router that forwards has a "
-            f"classifier in Python, {ARROW} or {PYTHON}"
+            f"classifier in Python, {ARROW} or {PYTHON}, or a {FUNCTION} of its database"
+        )
+    if one.mode == REDIRECT and router.kind == FUNCTION:
+        raise UsageError(
+            f"router {router.service!r} calls a function of the database, which only a routing "
+            f'service does: add --mode {FORWARD} (in a file: mode = "{FORWARD}")'
         )
 
 
@@ -188,8 +203,8 @@ def with_problems(routes: Routes) -> Routes:
 
 
 def _with_problem(router: Router) -> Router:
-    if router.kind == SQL:
-        return router  # only Spark can check it
+    if router.kind in (SQL, FUNCTION):
+        return router  # only Spark, or the database, can check it
     try:
         load(router)
     except ConfigurationError as error:

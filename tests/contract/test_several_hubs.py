@@ -19,7 +19,7 @@ from saf.database import Dsn, fetch
 from saf.routing.routers import add_router
 from saf.routing.routes import add_route
 from tests.dialogs import receive
-from tests.hub import BY_TEXT, DEPARTURES, replica
+from tests.hub import BY_TEXT, DEPARTURES, classify_in_database, replica
 from tests.pipeline import Cycle, connect
 from tests.processes import start, wait
 from tests.receivers import dead, let_the_server_notice, waiting
@@ -27,6 +27,8 @@ from tests.routing import without_default
 from tests.tiers import sized
 
 INITIATORS, HUBS, TARGETS = 4, 3, 5
+PYTHON, DATABASE = "in Python", "in PL/pgSQL"
+"""Where the hubs' classifiers are."""
 DIALOGS, MESSAGES, ROUNDS = sized(12, 60), 10, (1, 4, 5)
 SERVICES = {"app0": "shop", "app1": "shop", "app2": "kiosk", "app3": "web"}
 """Of the initiators; one of them lives at two application databases."""
@@ -97,7 +99,7 @@ def _reply(connection: psycopg.Connection[Any], message: saf.Received) -> None:
 
 
 @pytest.fixture
-def site(new_broker: Callable[[str], Dsn]) -> Iterator[Site]:
+def site(new_broker: Callable[[str], Dsn], classifier: str) -> Iterator[Site]:
     names = [f"app{n}" for n in range(INITIATORS)]
     names += [f"hub{n}" for n in range(HUBS)] + [f"target{n}" for n in range(TARGETS)]
     places = {name: new_broker(name) for name in names}
@@ -109,7 +111,10 @@ def site(new_broker: Callable[[str], Dsn]) -> Iterator[Site]:
                     add_route(connection, f"hub{hub}", service=DEPARTURES)
             elif name.startswith("hub"):
                 create_service(connection, DEPARTURES)
-                add_router(connection, DEPARTURES, "python", BY_TEXT, mode="forward")
+                if classifier == DATABASE:
+                    classify_in_database(connection)
+                else:
+                    add_router(connection, DEPARTURES, "python", BY_TEXT, mode="forward")
                 for number in range(TARGETS):
                     add_route(connection, f"target{number}", service=f"T{number}")
             else:
@@ -125,10 +130,11 @@ def site(new_broker: Callable[[str], Dsn]) -> Iterator[Site]:
 @pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("killed", "return_routes"),
+    ("killed", "return_routes", "classifier"),
     [
-        pytest.param("", "by service", marks=pytest.mark.full),
-        ("receive_handled:2", "by themselves"),
+        ("", "by service", PYTHON),
+        ("receive_handled:2", "by themselves", PYTHON),
+        ("receive_handled:2", "by themselves", DATABASE),
     ],
 )
 def test_every_reply_reaches_the_initiator_that_asked_by_the_hub_that_its_dialog_took(

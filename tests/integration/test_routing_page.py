@@ -257,8 +257,10 @@ def test_a_router_that_cannot_be_is_refused_with_the_reason(folder: Path) -> Non
     def add(*arguments: str) -> str:
         return refused(saf("router", "add", "orders", *arguments, cwd=folder))
 
-    assert "use --sql, --arrow or --python" in add()
-    assert "use --sql, --arrow or --python" in add("--sql", "text", "--python", "a:b")
+    which = "use --sql, --arrow, --python or --function"
+    assert which in add()
+    assert which in add("--sql", "text", "--python", "a:b")
+    assert which in add("--python", "a:b", "--function", "public.classify")
     assert "not module:function" in add("--python", "airports")
     assert "add --elsewhere" in add("--python", "airprts:by_country")
     there = ("router", "add", "orders", "--python", "airprts:by_country", "--elsewhere")
@@ -378,8 +380,10 @@ def test_a_router_that_forwards_is_listed_as_such_and_served_only_where_it_is(
     ("text", "said"),
     [
         ('[routers.x]\nkind = "sql"\nexpression = "a"\nmode = "forward"\n', "needs Spark"),
-        ('[routers.x]\nkind = "java"\nexpression = "a"\n', "'sql', 'arrow' or 'python'"),
+        ('[routers.x]\nkind = "java"\nexpression = "a"\n', "'python' or 'function'"),
         ('[routers.x]\nkind = "arrow"\nexpression = "a"\n', "not module:function"),
+        ('[routers.x]\nkind = "function"\nexpression = "a.b"\n', 'mode = "forward"'),
+        ('[routers.x]\nkind = "function"\nexpression = "b"\nmode = "forward"\n', "not schema."),
         ('[routers.x]\nkind = "sql"\nexpresion = "a"\n', "did you mean 'expression'?"),
         ('[topics.x]\n[routers.x]\nkind = "sql"\nexpression = "a"\n', "is a topic too"),
         ('[[routes]]\ndestination = "epr"\n', "did you mean 'erp'?"),

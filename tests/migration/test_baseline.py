@@ -104,7 +104,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "parked_lane_possible": Kind,
     "backoff_lane_possible": Kind,
     "route_quality": get_args(Quality),
-    "router_kind": (matching.SQL, matching.ARROW, matching.PYTHON),
+    "router_kind": (matching.SQL, matching.ARROW, matching.PYTHON, matching.FUNCTION),
     "router_once_per": (matching.MESSAGE, matching.KEY),
     "router_mode": (matching.REDIRECT, matching.FORWARD),
     "message_type_validation": VALIDATIONS,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from saf.broker.services import OWN
+from saf.broker.services import OWN, lives_here
 from saf.config import Settings, did_you_mean
 from saf.dialogs.statements import State
+from saf.errors import ConfigurationError
 from saf.operating.doctor.patient import Check, Found, Patient
 from saf.operating.doctor.server import SESSION, Session
 from saf.operating.held import HOLDER
 from saf.operating.wording import age, counted
+from saf.routing import functions
 from saf.routing.local import TRIGGER
-from saf.routing.matching import Route
+from saf.routing.matching import FUNCTION, Route
 from saf.routing.routers import with_problems
-from saf.routing.routes import Configured, configuration, describe
+from saf.routing.routes import Configured, ConfiguredRouter, configuration, describe
 from saf.setaside.dropped import Reason
 from saf.setaside.lane import Kind
 
@@ -270,8 +272,30 @@ def routes_by(config: Settings) -> Check:
                     f"{patient.command('topic', 'remove', router.service)}, or "
                     + patient.command("router", "remove", router.service),
                 )
+        for router in current.routers:
+            if (problem := _function_problem(patient, router)) is not None:
+                yield (
+                    "warning",
+                    f"{problem}. Its routing service does not start",
+                    "fix the function, or "
+                    + patient.command("router", "remove", router.router.service),
+                )
 
     return routes
+
+
+def _function_problem(patient: Patient, one: ConfiguredRouter) -> str | None:
+    """Return why a router that is served here cannot call its function of the database, if so."""
+    router = one.router
+    if router.kind != FUNCTION or not one.enabled:
+        return None
+    if not lives_here(patient.connection, router.service):
+        return None
+    try:
+        functions.check(patient.connection, router)
+    except ConfigurationError as error:
+        return str(error)
+    return None
 
 
 def _removed(patient: Patient, entry: Configured) -> str:

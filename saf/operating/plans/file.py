@@ -54,6 +54,7 @@ from saf.errors import ConfigurationError, UsageError
 from saf.operating.plans import schedules
 from saf.operating.plans.tables import TABLES, Entries, in_kinds, rights_of
 from saf.receiving.dispatch import stored
+from saf.routing import routers
 from saf.typed import modules
 from saf.typed.event import Event
 
@@ -219,6 +220,11 @@ class BrokerPlan(_Table):
                 (name,): schedules.checked(name, values)
                 for (name,), values in found["schedules"].items()
             }
+        for name, router in self.routers.items():
+            try:
+                routers.check(router.as_configured(name))
+            except UsageError as error:
+                raise ConfigurationError(f"routers.{name}: {error}") from None
         if "routes" in found:
             found["routes"] = {
                 (service, broker and str(broker), destination): values
