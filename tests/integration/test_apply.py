@@ -93,6 +93,19 @@ from_now = true
 
 [brokers.mom.subscriptions.archive]
 
+[brokers.mom.limits.audit]
+rate = "100/s"
+concurrency = 4
+
+[brokers.mom.fairness.billing]
+fair_by = "header:tenant"
+priority = { Alarm = 10, "a b" = 0.5 }
+priority_by = "message_type"
+
+[brokers.mom.fairness.archive]
+priority = { shop = 2 }
+priority_by = "from_service"
+
 [brokers.mom.endpoints.orders]
 url = "https://orders.example.com/hooks"
 
@@ -150,6 +163,8 @@ def test_a_plan_is_applied_whole_and_the_second_time_there_is_nothing_to_do(
     assert done["mom"] == [
         *("create service billing", "create service orders"),
         *("create subscription audit", "create subscription archive"),
+        "create limits of subscription audit",
+        *("create fairness of subscription billing", "create fairness of subscription archive"),
         *("create endpoint orders", "create endpoint watch"),
     ]
     assert len(done["shop"]) == 13
@@ -251,6 +266,40 @@ def test_a_change_is_shown_with_what_was_there(folder: Path, role: str) -> None:
     assert done["mom"] == ["change endpoint orders", "change endpoint watch"]
     assert len(done["shop"]) == 3
     assert applied(folder) == {"shop": [], "mom": []}
+
+
+def test_limits_and_fairness_follow_the_plan_and_pauses_stay(folder: Path, mom: Dsn) -> None:
+    applied(folder)
+    with connect(mom) as connection:
+        audit, billing = (services.subscription(connection, n) for n in ("audit", "billing"))
+        assert (audit.rate, audit.concurrency) == ("100/s", 4)
+        assert billing.fairness.as_dict() == {
+            "fair_by": "header:tenant",
+            "priority_by": "message_type",
+            "priority": {"Alarm": 10, "a b": 0.5},
+        }
+        services.pause(connection, "billing", "for a while")
+        services.set_fairness(connection, "archive", fair_by="key")
+        services.limit(connection, "orders", rate="1/h")
+    said = run(folder, "apply", "plan.toml", "--dry-run")
+    assert "fair_by none, was key; priority shop 2" in said
+    assert "priority_by from_service, was none" in said
+    assert "kept: limits of subscription orders" in said
+    assert applied(folder, "--prune")["mom"] == [
+        "remove limits of subscription orders",
+        "change fairness of subscription archive",
+    ]
+    plan = folder / "plan.toml"
+    plan.write_text("[brokers.mom]\nlimits = {}\nfairness = {}\n")
+    assert sorted(applied(folder, "--prune")["mom"]) == [
+        "remove fairness of subscription archive",
+        "remove fairness of subscription billing",
+        "remove limits of subscription audit",
+    ]
+    with connect(mom) as connection:
+        left = services.subscriptions(connection)
+        assert not any(item.limits or item.fairness for item in left)
+        assert [item.name for item in left if item.paused_at] == ["billing"]
 
 
 def test_a_secret_in_a_plan_is_refused_and_not_shown(folder: Path) -> None:
@@ -364,6 +413,15 @@ def test_the_first_services_say_whose_messages_will_wait(folder: Path, mom: Dsn)
         ("[[brokers.shop.routes]]\ndestination = 'mon'", "did you mean 'mom'?"),
         ("[brokers.shop.grants]\na = ['reader']", "brokers.shop.grants.a.0: Input should be"),
         ("[brokers.shop]\nservices = ['a']\n[brokers.mom]\nservices = ['a']", None),
+        ("[brokers.mom.fairness.a]", "fairness.a: give fair_by, priority or both"),
+        (
+            "[brokers.mom.fairness.a]\nfair_by = 'tenant'",
+            "'tenant' is not one of key, key:SEPARATOR",
+        ),
+        ("[brokers.mom.fairness.a]\nfair_by = 'key'\npriority_by = 'from_service'", "give weights"),
+        ("[brokers.mom.fairness.a]\npriority = { A = 0 }", "'A' has weight 0.0; a weight is"),
+        ("[brokers.mom.limits.a]\nrate = '5'", "brokers.mom.limits.a.rate"),
+        ("[brokers.mom.fairness.a]\nfair_by = 'key'", "has no subscription 'a'"),
         ("[brokers", "not TOML"),
     ],
 )

@@ -316,6 +316,25 @@ def test_a_routing_service_is_set_up_and_served_as_the_page_says(
     assert counted.stdout == "0\n", counted.stderr
 
 
+def test_a_classifier_in_the_database_is_made_and_served_as_the_page_says(
+    folder: Path, with_hub: Dsn
+) -> None:
+    env = {"PYTHONPATH": f"{folder}:{ROOT}", "PATH": activated(), "HUB_DSN": with_hub.conninfo}
+    script = "".join(blocks("forward") + blocks("function"))
+    done = run(["bash", "-euxc", script], env=env, cwd=folder)
+    assert done.returncode == DONE, done.stderr
+    assert done.stdout.count("hub: a message for 'departures' becomes one for 'JFK'") == 2
+    places = {name: one.dsn for name, one in load(folder / "saf.toml").brokers.items()}
+    with connect(with_hub) as connection:
+        connection.execute(
+            "INSERT INTO saf.inbox (to_service, body) VALUES ('departures', '{\"origin\":\"JFK\"}')"
+        )
+    assert RoutingService(with_hub, "departures").drain() == 1
+    with without_default(with_hub, 100, **places) as cycle:
+        cycle.run()
+    assert bodies(places["erp"]) == ['{"origin":"JFK"}']
+
+
 def test_replies_come_back_by_the_hub_of_the_page_without_a_route(
     folder: Path, app: Dsn, with_hub: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,10 @@
     rate = "100/s"
     concurrency = 4
 
+    [brokers.mom.fairness.billing]           # how its messages are shared out
+    fair_by = "header:tenant"
+    priority = { Alarm = 10 }
+
     [[brokers.shop.routes]]
     service = "billing"
     destination = "mom"
@@ -46,13 +50,14 @@ import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from saf import config
+from saf.broker.fairness import Column, Fairness
 from saf.broker.grants import Kind
 from saf.broker.services import MOST_DELIVERIES
 from saf.config import ENCODING, Name, Settings, did_you_mean
 from saf.destinations.settings import Rate
 from saf.errors import ConfigurationError, UsageError
 from saf.operating.plans import schedules
-from saf.operating.plans.tables import TABLES, Entries, in_kinds, rights_of
+from saf.operating.plans.tables import CLASSES, TABLES, Entries, in_kinds, rights_of
 from saf.receiving.dispatch import stored
 from saf.routing import routers
 from saf.typed import modules
@@ -114,6 +119,33 @@ class Limits(_Table):
     """Most messages in a time, e.g. 100/s; None: unlimited."""
     concurrency: Annotated[int, pydantic.Field(ge=1, le=MOST_DELIVERIES)] | None = None
     """Most deliveries at a time; None: unlimited."""
+
+
+class Fair(_Table):
+    """How a subscription's messages are shared out; see `saf.broker.services.set_fairness`."""
+
+    fair_by: str | None = None
+    """What makes a message's group; None: all messages are one group."""
+    priority: dict[str, float] = {}
+    """Weight of each class; others have weight 1."""
+    priority_by: Column | None = None
+    """Column of the classes; None: message_type."""
+
+    @pydantic.field_validator("priority_by")
+    @classmethod
+    def _has_one_form(cls, column: Column | None) -> Column | None:
+        return None if column == CLASSES else column
+
+    @pydantic.model_validator(mode="after")
+    def _makes_something_fair(self) -> Fair:
+        by = self.priority_by or (CLASSES if self.priority else None)
+        try:
+            found = Fairness(fair_by=self.fair_by, priority_by=by, priority=self.priority)
+        except UsageError as error:
+            raise ValueError(str(error)) from None
+        if not found:
+            raise ValueError("give fair_by, priority or both")
+        return self
 
 
 class Endpoint(_Table):
@@ -180,6 +212,8 @@ class BrokerPlan(_Table):
     subscriptions: dict[Name, Subscription] = {}
     limits: dict[Name, Limits] = {}
     """Limits of subscriptions; each service has one of its own name."""
+    fairness: dict[Name, Fair] = {}
+    """How messages of subscriptions are shared out."""
     endpoints: dict[Name, Endpoint] = {}
     topics: tuple[Name, ...] = ()
     routers: dict[Name, Router] = {}

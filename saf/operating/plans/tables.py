@@ -29,6 +29,7 @@ from uuid import UUID
 import psycopg
 
 from saf.broker import grants, senders, services
+from saf.broker.fairness import Column
 from saf.broker.grants import RIGHTS, Kind
 from saf.database import fetch
 from saf.dialogs import contracts
@@ -46,6 +47,8 @@ Entries: TypeAlias = dict[Key, Values]
 Right: TypeAlias = tuple[str, str, str | None]
 """Table, privilege and column; None is for the whole table."""
 
+CLASSES: Column = "message_type"
+"""Column whose values are weighted, unless another one is named."""
 OTHER = "other rights"
 """Stands for rights that no kind gives, or for kinds whose rights are incomplete."""
 
@@ -193,6 +196,24 @@ def _limits(connection: Connection) -> Entries:
         for item in services.subscriptions(connection)
         if item.limits
     }
+
+
+def _fairness(connection: Connection) -> Entries:
+    """Return the subscriptions whose messages are shared out, also services' own."""
+    return {
+        (item.name,): {
+            "fair_by": item.fairness.fair_by,
+            "priority": dict(item.fairness.priority),
+            "priority_by": None if item.priority_by == CLASSES else item.priority_by,
+        }
+        for item in services.subscriptions(connection)
+        if item.fairness
+    }
+
+
+def _be_fair(connection: Connection, key: Key, values: Values) -> None:
+    by = values["priority_by"] or CLASSES
+    services.set_fairness(connection, *key, **{**values, "priority_by": by})
 
 
 def _endpoints(connection: Connection) -> Entries:
@@ -349,6 +370,14 @@ TABLES = (
         remove=lambda connection, key, _: services.limit(
             connection, *key, rate=None, concurrency=None
         ),
+        changes=True,
+    ),
+    Table(
+        name="fairness",
+        one="fairness of subscription",
+        listed=_fairness,
+        create=_be_fair,
+        remove=lambda connection, key, _: services.set_fairness(connection, *key),
         changes=True,
     ),
     Table(
