@@ -16,8 +16,8 @@ fails. Any number of replicas share the work, as all receivers do.
   the dialog ends with an error, which its initiator gets.
 - A message that has come by more than `MAX_HOPS` routing services is treated in the same way.
 - A classifier that is a function of the database is called in this transaction, once for all
-  messages of a delivery, so what it writes commits with them. For a message that is tried again,
-  it is called again.
+  messages of a delivery, so its writes commit with them. For a message that is tried again, it is
+  called again.
 
 The router, and the services that routes lead to, are read with each delivery, so a change takes
 effect at the next delivery. A deployment mistake stops the service instead: the router does not
@@ -162,7 +162,7 @@ class RoutingService(Loop):
     def _route(self, delivery: Delivery[Any], work: Savepoints) -> None:
         raw, begins = work.raw, [one for one in delivery if _begins(one)]
         errors = {one.id: self._too_far for one in begins if _hops(one) > MAX_HOPS}
-        with work.piece():  # what this writes stays if a message cannot be sent on
+        with work.piece():  # its writes stay if a message cannot be sent on
             found = self._resolve(work, [one for one in begins if one.id not in errors], errors)
         plain = []
         for message in delivery:

@@ -247,8 +247,8 @@ def explain(
     """Explain which service a classifier chooses for a message.
 
     It also shows where the message would go. Sends nothing. The classifier runs here. That of a
-    router that forwards runs for the broker where its service lives. What a function of the
-    database writes is rolled back. Spark evaluates a classifier in SQL, and takes some seconds to
+    router that forwards runs for the broker where its service lives. The writes of a function of
+    the database are rolled back. Spark evaluates a classifier in SQL, and takes some seconds to
     start. Exit codes: 75 if the message would wait at some broker; 1 if it would become a dead
     letter.
     """

@@ -4,7 +4,7 @@
 
 A routing service calls the function of its router at its own broker, in the transaction that
 receives the messages: it gets the body of each message, and returns the name of a service, or NULL.
-What the function writes commits or rolls back with the messages.
+Its writes commit or roll back with the messages.
 
 - The name has a schema, and is written as in SQL: ``public.classify``, ``"My app"."Classify"``.
 - The function has one argument, bytea, and returns one text. `check` reports anything else.

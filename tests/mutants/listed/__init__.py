@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from tests.mutants.listed import (
     awaited,
     broker,
+    classifiers,
     destinations,
     dialogs,
     dispatch,
@@ -45,6 +46,7 @@ from tests.mutants.mutant import Mutant
 PARTS: Mapping[str, Sequence[Mutant]] = {
     "awaited": awaited.MUTANTS,
     "broker": broker.MUTANTS,
+    "classifiers": classifiers.MUTANTS,
     "destinations": destinations.MUTANTS,
     "dialogs": dialogs.MUTANTS,
     "dispatch": dispatch.MUTANTS,
