@@ -12,7 +12,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 import saf
-from saf.broker.services import create_service
+from saf.broker.services import create_services
 from saf.config import load
 from saf.database import Dsn
 from saf.errors import ConfigurationError
@@ -26,6 +26,9 @@ from tests.pipeline import connect
 from tests.programs import configuration as configure
 from tests.programs import saf as run
 from tests.receivers import dead
+
+# roles go after the databases in which they have rights
+pytestmark = pytest.mark.usefixtures("new_role")
 
 DONE, DEAD, USAGE, TRY_AGAIN = 0, 1, 2, 75
 FUNCTION = ("--function", "public.classify", "--mode", "forward")
@@ -102,7 +105,7 @@ def test_it_runs_with_the_rights_of_the_service_s_role(
 def folder(app: Dsn, tmp_path: Path) -> Path:
     """With a saf.toml of one broker, in which the router's service lives."""
     with connect(app) as connection:
-        create_service(connection, DEPARTURES)
+        create_services(connection, [DEPARTURES, "EWR"])
     configure(tmp_path / "saf.toml", {"shop": app}, {"shop": app})
     return tmp_path
 
