@@ -272,13 +272,13 @@ def routes_by(config: Settings) -> Check:
                     f"{patient.command('topic', 'remove', router.service)}, or "
                     + patient.command("router", "remove", router.service),
                 )
-        for router in current.routers:
-            if (problem := _function_problem(patient, router)) is not None:
+        for entry in current.routers:
+            if (problem := _function_problem(patient, entry)) is not None:
                 yield (
                     "warning",
                     f"{problem}. Its routing service does not start",
                     "fix the function, or "
-                    + patient.command("router", "remove", router.router.service),
+                    + patient.command("router", "remove", entry.router.service),
                 )
 
     return routes
