@@ -75,7 +75,12 @@ def test_a_role_that_may_not_call_it_is_told_what_to_grant(
         f'GRANT USAGE ON SCHEMA "App" TO {role}; '
         f'GRANT EXECUTE ON FUNCTION "App".classify(bytea) TO {role}'
     )
-    execute(hub.hub, told)
+    looks, calls = told.split("; ")
+    execute(hub.hub, calls)
+    with pytest.raises(ConfigurationError) as refused:
+        RoutingService(there, DEPARTURES).run()
+    assert str(refused.value).endswith(f"Let the owner run: {looks}")
+    execute(hub.hub, looks)
     assert RoutingService(there, DEPARTURES).drain() == 1
 
 
