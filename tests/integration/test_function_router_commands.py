@@ -68,7 +68,7 @@ def test_a_role_that_may_not_call_it_is_told_what_to_grant(
     send(hub, "1")
     hub.forward()
     with pytest.raises(ConfigurationError) as refused:
-        RoutingService(there, DEPARTURES).run()
+        RoutingService(there, DEPARTURES).drain()
     role = conninfo_to_dict(there.conninfo)["user"]
     told = str(refused.value).partition("Let the owner run: ")[2]
     assert told == (
@@ -78,7 +78,7 @@ def test_a_role_that_may_not_call_it_is_told_what_to_grant(
     looks, calls = told.split("; ")
     execute(hub.hub, calls)
     with pytest.raises(ConfigurationError) as refused:
-        RoutingService(there, DEPARTURES).run()
+        RoutingService(there, DEPARTURES).drain()
     assert str(refused.value).endswith(f"Let the owner run: {looks}")
     execute(hub.hub, looks)
     assert RoutingService(there, DEPARTURES).drain() == 1
