@@ -10,7 +10,8 @@ Routing:   `add_route`, `Resolved`; `saf.routing_service`, which needs Arrow, se
 Schema:    `migrate`, `Migrated`; `saf.alembic` serves an application's own Alembic
 Signing:   `Signer`, `Key`, `Keys`
 Dialogs:   `begin_dialog`, `open_dialog`, `Dialog`, `begin_monolog`, `conversations`,
-           `group_state`, `set_group_state`, `move_dialog`, `create_contract`, `create_message_type`
+           `group_state`, `set_group_state`, `move_dialog`, `Saga`, `Process`, `create_contract`,
+           `create_message_type`
 Errors:    `SafError` and its subclasses in `saf.errors`
 
 This module imports neither the forwarder (`saf.forwarding`) nor `saf.spark`: an application that
@@ -25,6 +26,7 @@ from saf.dialogs.contracts import create_contract, create_message_type
 from saf.dialogs.conversations import Conversation, conversations
 from saf.dialogs.dialog import Dialog, begin_dialog, begin_monolog, open_dialog
 from saf.dialogs.groups import group_state, move_dialog, set_group_state
+from saf.dialogs.saga import Process, Saga
 from saf.errors import (
     Ahead,
     AutocommitError,
@@ -43,6 +45,7 @@ from saf.errors import (
     NewerEvent,
     NoSuchContract,
     NoSuchService,
+    NotCorrelated,
     NotVerified,
     Refused,
     Rejected,
@@ -61,6 +64,7 @@ from saf.errors import (
     UnknownService,
     UnreadableBody,
     UnreadableHeaders,
+    UnreadableState,
     Unroutable,
     UsageError,
     WrongDirection,
@@ -111,9 +115,11 @@ __all__ = [
     "NewerEvent",
     "NoSuchContract",
     "NoSuchService",
+    "NotCorrelated",
     "NotVerified",
     "Outbox",
     "Policy",
+    "Process",
     "Processor",
     "Processors",
     "Received",
@@ -123,6 +129,7 @@ __all__ = [
     "Restored",
     "RowsGone",
     "SafError",
+    "Saga",
     "Schedules",
     "SchemaError",
     "SchemaMismatch",
@@ -138,6 +145,7 @@ __all__ = [
     "UnknownService",
     "UnreadableBody",
     "UnreadableHeaders",
+    "UnreadableState",
     "Unroutable",
     "UsageError",
     "VerifiedFrom",

@@ -50,6 +50,8 @@
     ├── UnreadableHeaders         Python cannot read the received headers
     ├── UndecodableEvent          a received body does not match its event's class
     ├── NewerEvent                a received body has a newer version than the event here
+    ├── NotCorrelated             a message fits no process of its saga
+    ├── UnreadableState           the stored state of a process does not match its class
     ├── NotVerified               a webhook's signature is wrong or too old
     ├── Ahead                     a destination knows more of a source than the source itself
     ├── Behind                    a destination knows less of a source than it has acknowledged
@@ -780,6 +782,38 @@ class NewerEvent(SafError):
         self.event = event
         self.version = version
         self.known = known
+
+
+class NotCorrelated(SafError):
+    """A message fits no process of its saga: no further attempt helps.
+
+    Without a function of `saf.Saga.missing` that handles it, the message is a dead letter.
+    """
+
+    def __init__(self, saga: str, message_type: str | None, key: str | None, why: str) -> None:
+        super().__init__(
+            f"message type {message_type!r}, key {key!r}, fits no process of saga {saga!r}: {why}"
+        )
+        self.saga = saga
+        self.message_type = message_type
+        self.key = key
+        self.why = why
+
+
+class UnreadableState(SafError, ValueError):
+    """The state of a saga's process does not match its class: no further attempt helps.
+
+    ``path`` leads to the value at fault, e.g. ``state.lines[2].price``.
+    """
+
+    def __init__(self, process: str, version: int, path: str, problem: str) -> None:
+        super().__init__(
+            f"the state of {process} cannot be read, as version {version}: {path}: {problem}"
+        )
+        self.process = process
+        self.version = version
+        self.path = path
+        self.problem = problem
 
 
 class NotVerified(SafError):

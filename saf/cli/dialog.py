@@ -5,6 +5,7 @@ A contract is created from a file, which both ends get.
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -95,7 +96,11 @@ def show(handle: Handle, *, round_: Everywhere, as_json: AsJson = False) -> None
     """Show one end of a conversation, at any broker."""
     found = round_.visit("dialog", lambda connection: conversations(connection, handle=handle))
     sides = SIDES.plain(found)
-    lines = (f"{name:18}{value}" for side in sides for name, value in side.items())
+    lines = (
+        f"{name:18}{json.dumps(value) if name == 'group_state' else value}"
+        for side in sides
+        for name, value in side.items()
+    )
     round_.say({"conversations": sides}, lines, as_json=as_json)
     if not sides:
         raise UsageError(f"no conversation {handle}; see `saf dialog list`")

@@ -12,6 +12,7 @@ like all others, through outbox, forwarder and inbox; this package adds the conv
     set_back    what happens to a dialog when one end came back with less than it had
     assembly    where the fragments of a large body wait, and how it is read
     groups      related dialogs, in one hand at a time
+    saga        a process over several dialogs, with a state and a timer
     waiting     a call that returns the next message
     passing     two joined dialogs: messages that arrive on one are sent on the other
     contracts   which types of messages exist, and who sends them

@@ -15,6 +15,7 @@ letter there. All other functions only read.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -51,7 +52,10 @@ SELECT {", ".join(f"c.{name}" for name in FIELDS)},
        (SELECT count(*) FROM saf.parked p
         WHERE p.subscription_id = s.subscription_id AND p.destination = ''
           AND p.kind = '{Kind.AHEAD}' AND p.subject = c.conversation_id::text
-          AND p.from_initiator <> c.is_initiator)
+          AND p.from_initiator <> c.is_initiator),
+       CASE WHEN CAST(%(handle)s AS uuid) IS NOT NULL THEN
+           (SELECT CAST(g.state AS text) FROM saf.conversation_group g
+            WHERE g.group_id = c.group_id) END
 FROM saf.conversation c
 LEFT JOIN saf.subscription s ON s.log = 'inbox' AND s.name = c.service AND s.service = c.service
 WHERE (CAST(%(service)s AS text) IS NULL OR c.service = CAST(%(service)s AS text))
@@ -150,6 +154,8 @@ class Conversation:
     changed_at: datetime
     ahead: int
     """Number of messages that wait here because an earlier one is missing."""
+    group_state: Any = None
+    """State of the group, such as a saga's process; only if the end was asked for by its handle."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the conversation as a dict for JSON."""
@@ -240,9 +246,12 @@ def conversations(
             "after": after and after[1],
         },
     )
-    names = (*FIELDS, "ahead")
+    names = (*FIELDS, "ahead", "group_state")
     found = [dict(zip(names, row, strict=True)) for row in rows]
-    return [Conversation(**{**fields, "state": State(fields["state"])}) for fields in found]
+    for fields in found:
+        fields["state"] = State(fields["state"])
+        fields["group_state"] = json.loads(fields["group_state"] or "null")
+    return [Conversation(**fields) for fields in found]
 
 
 def page(

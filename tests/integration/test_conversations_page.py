@@ -112,6 +112,45 @@ def test_two_services_of_one_database_talk_without_a_forwarder(folder: Path, app
     assert out == "a title of 978-3-16-148410-0\n"
 
 
+def test_a_saga_does_what_the_page_says(folder: Path, app: Dsn) -> None:
+    with connect(app) as connection:
+        connection.execute("CREATE TABLE refused (number text, why text)")
+        for service in ("orders", "stock", "payment"):
+            create_service(connection, service)
+            saf.add_route(connection, "shop", service=service, local=True)
+    (code,) = blocks("saga")
+    (folder / "saga.py").write_text(code)
+
+    def work() -> str:
+        return shell(folder, "saga-shell", SHOP_DSN=app.conninfo)
+
+    def reserve(connection: Any, message: saf.Received) -> None:
+        assert message.dialog is not None
+        assert message.message_type == "Reserve"
+        message.dialog.send(connection, {}, message_type="Reserved")
+
+    def pay(connection: Any, message: saf.Received) -> None:
+        assert message.dialog is not None
+        if message.json() == {"order": "A-1"}:
+            message.dialog.send(connection, {}, message_type="Paid")
+        else:
+            message.dialog.end_with_error(connection, 2, "no money")
+
+    for key in ("A-1", "A-2"):
+        with app.connect(role="test") as connection:
+            order = {"article": "book"}
+            saf.Outbox().send(connection, "orders", order, key=key, message_type="PlaceOrder")
+    assert work().count("started_outbound") == 2
+    assert len(receive(app, "stock", reserve)) == 2
+    work()
+    assert len(receive(app, "payment", pay)) == 2
+    assert "started_outbound" not in work()
+    assert said(receive(app, "payment")) == ["saf/end-dialog"]
+    assert sorted(said(receive(app, "stock"))) == ["saf/end-dialog", "saf/error"]
+    with connect(app) as connection:
+        assert fetch(connection, "SELECT number, why FROM refused") == [("A-2", "no money")]
+
+
 def test_a_large_file_arrives_as_it_was(folder: Path, app: Dsn, mom: Dsn) -> None:
     drawing = random.Random(7).randbytes(3_500_000)
     (folder / "drawing.tiff").write_bytes(drawing)

@@ -25,6 +25,7 @@ from saf.forwarding.runner import InProcess
 from saf_demo.servers import free_port
 from tests.pipeline import connect, forward
 from tests.programs import BIN, ROOT, environment, run, url
+from tests.tiers import sized
 from tests.waits import until
 
 EXAMPLES = ROOT / "examples"
@@ -165,6 +166,39 @@ def test_an_event_becomes_an_invoice(app: Dsn, mom: Dsn) -> None:
         drained("typed:billing", **env)
         found = "SELECT number, total::int, currency FROM invoice ORDER BY 1"
         assert fetch(store, found) == [("A-0", 70, "CHF"), ("A-1", 90, "EUR")]
+
+
+SAGA_STEPS = ("receive_read", "receive_handled", "receive_settled", "receive_committed")
+
+
+@pytest.mark.parametrize("point", SAGA_STEPS[: sized(1, 4)])
+def test_orders_of_a_saga_that_is_killed_get_stock_and_payment_or_neither(
+    app: Dsn, point: str
+) -> None:
+    env = {"SHOP_DSN": app.conninfo}
+    example("saga_services.py", **env)
+    for order in (("A-1", "book", "2"), ("A-2", "map", "1"), ("A-3", "book", "2")):
+        example("saga.py", *order, **env)
+    workers = ("saga:orders", "saga_services:stock", "saga_services:payment")
+    for worker in workers:
+        drained("saga:orders", **env)
+        command: list[str | Path] = [BIN / "saf", "worker", worker, "--drain"]
+        run(command, cwd=EXAMPLES, env={**env, "SAF_FAILPOINT": point})
+    with connect(app) as shop:
+        for _ in range(9):
+            if fetch(shop, "SELECT count(*) FROM outcome") == [(3,)]:
+                break
+            for worker in workers:
+                drained(worker, **env)
+        found = fetch(shop, "SELECT number, result FROM outcome ORDER BY 1")
+        assert found == [("A-1", "done"), ("A-2", "no stock"), ("A-3", "no payment")] or found == [
+            ("A-1", "no payment"), ("A-2", "no stock"), ("A-3", "done"),
+        ]  # fmt: skip
+        for worker in workers:
+            drained(worker, **env)
+        assert fetch(shop, "SELECT in_stock FROM article") == [(8,)]
+        assert fetch(shop, "SELECT balance, total FROM account, payment") == [(40, 60)]
+        assert fetch(shop, "SELECT DISTINCT state FROM saf.conversation") == [("closed",)]
 
 
 @contextmanager
