@@ -54,7 +54,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Dialogs": (
         *("begin_dialog", "open_dialog", "Dialog", "begin_monolog", "conversations"),
         *("Conversation", "group_state", "set_group_state", "move_dialog", "create_contract"),
-        "create_message_type",
+        *("create_message_type", "Saga", "Process"),
     ),
 }
 

@@ -191,9 +191,8 @@ def test_orders_of_a_saga_that_is_killed_get_stock_and_payment_or_neither(
             for worker in workers:
                 drained(worker, **env)
         found = fetch(shop, "SELECT number, result FROM outcome ORDER BY 1")
-        assert found == [("A-1", "done"), ("A-2", "no stock"), ("A-3", "no payment")] or found == [
-            ("A-1", "no payment"), ("A-2", "no stock"), ("A-3", "done"),
-        ]  # fmt: skip
+        assert sorted(result for _, result in found) == ["done", "no payment", "no stock"]
+        assert found[1] == ("A-2", "no stock")
         for worker in workers:
             drained(worker, **env)
         assert fetch(shop, "SELECT in_stock FROM article") == [(8,)]
