@@ -341,7 +341,7 @@ class Saga(Worker, Generic[S]):
         options: further options of `saf.Worker`; handlers are not async.
 
     Raises:
-        UsageError: the class of the state is neither, or an option is invalid.
+        UsageError: the class of the state is neither of them, or an option is invalid.
     """
 
     def __init__(
@@ -435,6 +435,10 @@ class Saga(Worker, Generic[S]):
         raises the error, the message is a dead letter, as it is without such a function.
         """
         return self._add("missing", None, call, "message", "connection", "error")
+
+    def _register(self, given: Any, *, batch: bool) -> Any:
+        del given, batch
+        raise UsageError("each message of a saga belongs to a process: use @saga.handler(…)")
 
     def _of_type(self, role: str, given: str | type, call: H) -> H:
         name, decode = given, None

@@ -687,6 +687,7 @@ def test_two_sagas_of_one_database_have_processes_of_their_own(shop: Dsn) -> Non
         (lambda saga: saga.timer(lambda: None), "process"),
         (lambda saga: saga.missing(lambda _: None), "message, connection, error"),
         (lambda saga: saga.handler(7), "a handler's message type is text"),
+        (lambda saga: saga.batch_handler("Other"), "each message of a saga belongs to a process"),
         (lambda saga: saga.handler(Placed)(lambda _: None), "process, event"),
     ],
 )
