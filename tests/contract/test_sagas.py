@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 from pydantic import BaseModel, Field
 from structlog.testing import capture_logs
 
@@ -20,6 +22,7 @@ from saf.testing.clock import let_time_pass
 from tests import sagas
 from tests.dialogs import END, ERROR, receive, said
 from tests.pipeline import connect
+from tests.programs import url
 from tests.receivers import let_keys_be_due
 from tests.sagas import ORDERS, PAYMENT, STOCK, rows
 from tests.waits import until
@@ -123,7 +126,7 @@ def test_messages_with_its_key_find_a_process_and_others_another_one(shop: Dsn) 
     for key in ("A-1", "A-2"):
         send(shop, "Start", key=key)
     send(shop, "Add", key="A-2")
-    assert counting(shop).drain() == 3
+    assert asyncio.run(counting(shop).arun(drain=True)) == 3
     assert number(shop) == [1, 2]
 
 
@@ -225,9 +228,9 @@ def test_a_key_may_be_used_again_once_its_process_is_forgotten(shop: Dsn) -> Non
     assert number(shop) == [1, 2]
 
 
-def asking(dsn: Dsn) -> saf.Saga[Count]:
+def asking(dsn: Dsn, engine: Any = None) -> saf.Saga[Count]:
     """A saga that asks both services when it starts."""
-    saga = saf.Saga(dsn, ORDERS, state=Count)
+    saga = saf.Saga(engine or dsn, ORDERS, state=Count)
 
     @saga.starts("Start")
     def start(process: saf.Process[Count], _: saf.Received) -> None:
@@ -262,6 +265,32 @@ def reply(
 
 def answer(dialog: saf.Dialog, connection: Any) -> None:
     dialog.send(connection, {}, message_type="Answer")
+
+
+def test_a_process_works_on_a_connection_of_sqlalchemy(shop: Dsn) -> None:
+    engine = sa.create_engine(url(shop))
+    try:
+        saga = asking(shop, engine)
+
+        @saga.on_error
+        def failed(process: saf.Process[Count], error: saf.DialogFailed) -> None:
+            process.connection.execute(sa.text("INSERT INTO outcome VALUES ('A-1', 'no')"))
+            process.start_timer(600)
+            process.stop_timer()
+            process.fail(error.code, error.text)
+
+        saga.timer(lambda _: None)
+        for service in (STOCK, PAYMENT):
+            reply(shop, service, answer)
+        stock_end = "SELECT handle FROM saf.conversation WHERE service = 'stock'"
+        ((handle,),) = rows(shop, stock_end)
+        with shop.connect(role="test") as connection:
+            saf.open_dialog(connection, handle).end_with_error(connection, 3, "no")
+        assert saga.drain() >= 1
+    finally:
+        engine.dispose()
+    assert sagas.outcomes(shop) == {"A-1": "no"}
+    assert [one.json()["code"] for one in receive(shop, PAYMENT)] == [3]
 
 
 def test_a_process_sends_to_a_service_on_one_dialog(shop: Dsn) -> None:
