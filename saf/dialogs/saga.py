@@ -129,9 +129,9 @@ class Stored:
 
 
 class Process(Generic[S]):
-    """A process of a `Saga`, in the hand of a handler.
+    """A process of a `Saga`, as its handlers get it.
 
-    Its methods work in the transaction of the message, and raise the errors of `saf.Dialog`.
+    The methods work in the transaction of the message, and raise the errors of `saf.Dialog`.
     """
 
     def __init__(  # noqa: PLR0917 - called in one place
@@ -210,6 +210,7 @@ class Process(Generic[S]):
     def send(self, service: str, body: object, **options: Any) -> UUID:
         """Send a message on the process's dialog with a service; begin the dialog if missing.
 
+        After the end of that dialog, this raises `DialogEnded`: begin another one.
         A service that has started the process by a dialog gets its answers in the same way.
 
         Args:
@@ -311,7 +312,7 @@ class Process(Generic[S]):
 
     def _is_own(self, dialog: Dialog) -> bool:
         """Return whether a dialog is the process's own end."""
-        return str(dialog.handle) == self._known["own"]
+        return dialog.handle == UUID(self._known["own"])
 
     def _opened(self, handle: str) -> Dialog:
         return open_dialog(self.connection, UUID(handle), signer=self._saga.signer)
@@ -368,7 +369,14 @@ class Saga(Worker, Generic[S]):
         self._calls: dict[tuple[str, str | None], Callable[..., object]] = {}
         """Functions by role, and by message type or service."""
         self._current = threading.local()
-        self._handlers.add(ERROR, self._take_error, batch=False)
+        self._takes: dict[str, tuple[str | None, Callable[..., object]]] = {
+            "error": (ERROR, self._take_error),
+            "end": (END, self._take_end),
+            "timer": (TIMER, self._take_timer),
+            "missing": (None, self._take_message),
+        }
+        """Message types of roles that are for saf's own messages, and what takes these."""
+        self._handlers.add(*self._takes["error"], batch=False)
 
     @property
     def message_types(self) -> tuple[str, ...]:
@@ -418,23 +426,27 @@ class Saga(Worker, Generic[S]):
 
         This side of the dialog ends, too, with and without such a function.
         """
-        if END not in self._handlers:
-            self._handlers.add(END, self._take_end, batch=False)
         return self._of_service("end", service, "process")
 
-    def timer(self, call: H) -> H:
+    @overload
+    def timer(self, call: None = None) -> Callable[[H], H]: ...
+    @overload
+    def timer(self, call: H) -> H: ...
+    def timer(self, call: Any = None) -> Any:
         """Register a function of (process) for the timer; see `Process.start_timer`."""
-        self._add("timer", None, call, "process")
-        self._handlers.add(TIMER, self._take_timer, batch=False)
-        return call
+        return self._of_service("timer", call, "process", by_name=False)
 
-    def missing(self, call: H) -> H:
+    @overload
+    def missing(self, call: None = None) -> Callable[[H], H]: ...
+    @overload
+    def missing(self, call: H) -> H: ...
+    def missing(self, call: Any = None) -> Any:
         """Register a function of (message, connection, error) for messages that fit no process.
 
         The error is a `saf.NotCorrelated`. If the function returns, the message is handled; if it
         raises the error, the message is a dead letter, as it is without such a function.
         """
-        return self._add("missing", None, call, "message", "connection", "error")
+        return self._of_service("missing", call, "message", "connection", "error", by_name=False)
 
     def _register(self, given: Any, *, batch: bool) -> Any:
         del given, batch
@@ -447,13 +459,14 @@ class Saga(Worker, Generic[S]):
             event.adapter  # noqa: B018 - raises now, not at the first message
             name, decode = event.name, event.decode
         self._add(role, str(name), call, "process", "event" if decode else "message", decode=decode)
-        if name not in self._handlers:
-            self._handlers.add(str(name), self._take_message, batch=False)
         return call
 
-    def _of_service(self, role: str, given: Any, *arguments: str) -> Any:
+    def _of_service(self, role: str, given: Any, *arguments: str, by_name: bool = True) -> Any:
         if is_function(given):
             return self._add(role, None, given, *arguments)
+        if given is not None and not (by_name and isinstance(given, str)):
+            what = "a service's name" if by_name else "a function"
+            raise UsageError(f"saga {self.subscription!r}: {given!r:.200} is not {what}")
         return lambda call: self._add(role, given, call, *arguments)
 
     def _add(
@@ -471,6 +484,9 @@ class Saga(Worker, Generic[S]):
         self._calls[role, name] = (
             call if decode is None else lambda process, message: call(process, decode(message))
         )
+        message_type, take = self._takes.get(role, (name, self._take_message))
+        if message_type is not None and message_type not in self._handlers:
+            self._handlers.add(message_type, take, batch=False)
         return call
 
     def _check(self) -> None:

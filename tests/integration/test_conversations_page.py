@@ -141,6 +141,10 @@ def test_a_saga_does_what_the_page_says(folder: Path, app: Dsn) -> None:
             order = {"article": "book"}
             saf.Outbox().send(connection, "orders", order, key=key, message_type="PlaceOrder")
     assert work().count("started_outbound") == 2
+    with connect(app) as connection:
+        (own, *_) = saf.conversations(connection, service="orders", states=["started_outbound"])
+    shown = run_saf("dialog", "show", str(own.handle), cwd=folder).stdout
+    assert '"state": {"article": "book", "reserved": false}' in shown
     assert len(receive(app, "stock", reserve)) == 2
     work()
     assert len(receive(app, "payment", pay)) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -39,7 +40,11 @@ def described(message: saf.Received, connection: Any) -> None: ...
 
 
 def test_these_are_all_decorators() -> None:
-    assert dict(decorators()).keys() == {"Worker.handler", "Worker.batch_handler", "handles"}
+    assert dict(decorators()).keys() == {
+        *("Worker.handler", "Worker.batch_handler", "handles"),
+        *("Saga.starts", "Saga.handler", "Saga.batch_handler", "Saga.on_error", "Saga.on_end"),
+        *("Saga.timer", "Saga.missing"),
+    }
 
 
 @pytest.mark.parametrize("method", ["handler", "batch_handler"])
@@ -70,6 +75,45 @@ def test_a_method_without_a_type_is_for_all_types_however_it_is_written() -> Non
     for processor in (Bare, Empty):
         assert processor.handlers == {None: processor.any}
         assert saf.Processors(DSN, "billing", processor).handled_types() == [None]
+
+
+@dataclass
+class Order:
+    """State of a process."""
+
+
+def takes(*_: object) -> None: ...
+
+
+@pytest.mark.parametrize("method", ["on_error", "on_end", "timer", "missing"])
+@pytest.mark.parametrize("form", ["bare", "empty", "None"])
+def test_a_handler_of_a_saga_is_for_all_services_however_it_is_written(
+    method: str, form: str
+) -> None:
+    decorator = getattr(saf.Saga(DSN, "orders", state=Order), method)
+    arguments = {"empty": (), "None": (None,)}
+    decorate = decorator if form == "bare" else decorator(*arguments[form])
+
+    assert decorate(takes) is takes
+    with pytest.raises(UsageError, match=r"has a handler for \w+ already"):
+        decorator(takes)
+
+
+@pytest.mark.parametrize("method", ["starts", "handler"])
+def test_a_handler_of_a_saga_for_messages_names_their_type(method: str) -> None:
+    decorator = getattr(saf.Saga(DSN, "orders", state=Order), method)
+    for given in (takes, None):
+        with pytest.raises(UsageError, match="a handler's message type is text"):
+            decorator(given)
+
+
+@pytest.mark.parametrize("given", [7, ["OrderPlaced"], b"OrderPlaced"])
+def test_what_a_saga_cannot_take_is_refused_by_its_value(given: Any) -> None:
+    saga = saf.Saga(DSN, "orders", state=Order)
+    for method in ("starts", "handler", "on_error", "on_end", "timer", "missing"):
+        with pytest.raises(UsageError) as error:
+            getattr(saga, method)(given)
+        assert repr(given) in str(error.value)
 
 
 @pytest.mark.parametrize("given", [7, ["OrderPlaced"], b"OrderPlaced"])
