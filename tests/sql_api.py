@@ -154,8 +154,11 @@ class Receiver(Protocol):
         handler: Handler,
         max_messages: int = 1,
         max_attempts: int = 5,
+        **which: UUID,
     ) -> int:
         """Receive, handle, commit; return the number of messages that were handed out.
+
+        ``which``: the handle of an end, as ``conversation`` or ``group``.
 
         Raises:
             Fails: the handler has; everything is rolled back.
@@ -173,9 +176,17 @@ class ByPython:
         handler: Handler,
         max_messages: int = 1,
         max_attempts: int = 5,
+        **which: UUID,
     ) -> int:
         policy = saf.Policy(max_attempts=max_attempts, first_wait_seconds=0, longest_wait_seconds=0)
-        with saf.receive(dsn, subscription, max_messages=max_messages, policy=policy) as delivery:
+        with saf.receive(
+            dsn,
+            subscription,
+            max_messages=max_messages,
+            policy=policy,
+            conversation=which.get("conversation"),
+            group=which.get("group"),
+        ) as delivery:
             for one in delivery:
                 message = Message(
                     message_id=one.message_id,
@@ -196,21 +207,31 @@ class ByPython:
 
 RECEIVE = """
 SELECT message_id, key, convert_from(body, 'UTF8'), message_type, sequence, handle, attempt
-FROM saf.receive(%(subscription)s, %(max_messages)s, %(max_attempts)s)
+FROM saf.receive(%(subscription)s, %(max_messages)s, %(max_attempts)s{which})
 """
+WHICH = {
+    "conversation": ", conversation => %(conversation)s",
+    "group": ", conversation_group => %(group)s",
+}
 FIELDS = ("message_id", "key", "text", "message_type", "sequence", "handle", "attempt")
 
 
 def received(
-    connection: Connection, subscription: str, max_messages: int = 1, max_attempts: int = 5
+    connection: Connection,
+    subscription: str,
+    max_messages: int = 1,
+    max_attempts: int = 5,
+    **which: UUID,
 ) -> list[Message]:
     """Call saf.receive in the caller's transaction."""
     params = {
         "subscription": subscription,
         "max_messages": max_messages,
         "max_attempts": max_attempts,
+        **which,
     }
-    rows = fetch(connection, RECEIVE, params)
+    query = RECEIVE.format(which="".join(WHICH[name] for name in which))
+    rows = fetch(connection, query, params)
     return [Message(**dict(zip(FIELDS, row, strict=True))) for row in rows]
 
 
@@ -224,9 +245,10 @@ class BySql:
         handler: Handler,
         max_messages: int = 1,
         max_attempts: int = 5,
+        **which: UUID,
     ) -> int:
         with dsn.connect(role="test") as connection:
-            messages = received(connection, subscription, max_messages, max_attempts)
+            messages = received(connection, subscription, max_messages, max_attempts, **which)
             waiting = set()
             for message in messages:
                 if message.key is not None and message.key in waiting:

@@ -7,36 +7,6 @@ from saf.broker.migrate import apply, baseline
 revision = "0044"
 down_revision = "0043"
 
-# Messages of dialogs go by the forwarder
-BEFORE = """
-CREATE OR REPLACE FUNCTION saf.store_locally() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
-SET search_path = pg_catalog, pg_temp AS $$
-DECLARE
-    source uuid;
-BEGIN
-    IF NEW.from_service IS NOT NULL
-       AND (NEW.headers IS NULL OR jsonb_typeof(NEW.headers) = 'object') THEN
-        SELECT broker_id INTO source FROM saf.broker WHERE NEW.id > senders_since;
-        IF source IS NOT NULL AND current_setting('transaction_isolation') <> 'read committed' THEN
-            PERFORM FROM saf.broker FOR SHARE;
-        END IF;
-    END IF;
-    IF source IS NOT NULL THEN
-        NEW.headers = coalesce(NEW.headers, '{}') || jsonb_build_object('saf-verified-from',
-            jsonb_build_object('broker', source, 'service', NEW.from_service));
-    ELSIF NEW.headers ? 'saf-verified-from' THEN
-        NEW.headers = replace(
-            NEW.headers::text, '"saf-verified-from":', '"saf-claimed-from":')::jsonb;
-    END IF;
-    INSERT INTO saf.inbox (message_id, from_service, to_service, to_broker, key, conversation_id,
-                           from_initiator, sequence, message_type, headers, body, created_at,
-                           deliver_at, expires_at)
-    VALUES (NEW.message_id, NEW.from_service, NEW.to_service, NEW.to_broker, NEW.key,
-            NEW.conversation_id, NEW.from_initiator, NEW.sequence, NEW.message_type, NEW.headers,
-            NEW.body, NEW.created_at, NEW.deliver_at, NEW.expires_at);
-    RETURN NULL;
-END $$;
-"""
 TRIGGERS = """
 DO $$
 DECLARE
@@ -64,5 +34,9 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    apply(BEFORE)
+    """Let messages of dialogs go by the forwarder again, by the function of the baseline."""
+    text = baseline("routing")
+    start = text.index("CREATE FUNCTION saf.store_locally()")
+    function = text[start : text.index("END $$;", start)] + "END $$;"
+    apply(function.replace("CREATE FUNCTION", "CREATE OR REPLACE FUNCTION"))
     apply(TRIGGERS)

@@ -1,4 +1,4 @@
-"""Dialogs and receiving from SQL: sql_dialogs.sql and sql_receive.sql of migrations/baseline."""
+"""Dialogs and receiving from SQL: sql_dialogs.sql, sql_receive.sql and sql_receive_0045.sql."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ DROP FUNCTION saf.take_back, saf.retry_later, saf.reject, saf.out_of_hand, saf.r
 def upgrade() -> None:
     apply(baseline("sql_dialogs"))
     apply(baseline("sql_receive"))
+    apply(baseline("sql_receive_0045"))
 
 
 def downgrade() -> None:

@@ -514,7 +514,8 @@ CALLED: Mapping[Kind, tuple[str, ...]] = {
         *("saf.make_due", "saf.follow_routers", "saf.arrive", "saf.dispose"),
         *("saf.take_shard", "saf.keep_copy", "saf.open_lane", "saf.count_failed"),
         *("saf.give_up", "saf.note_failure", "saf.take_shards", "saf.take_lane"),
-        *("saf.out_of_hand", "saf.take_back"),
+        *("saf.out_of_hand", "saf.take_back", "saf.has_seat", "saf.chosen", "saf.unread"),
+        *("saf.extend_batch", "saf.read_on", "saf.take_ahead"),
     ),
     Kind.DIALOG: (
         *("saf.begin_dialog", "saf.end_dialog", *_SAY, "saf.with_content_type"),

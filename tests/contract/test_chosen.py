@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import count
 from typing import Any
 from uuid import uuid4
 
@@ -14,17 +13,15 @@ import psycopg
 import pytest
 
 import saf
-from saf import Outbox, Policy
-from saf.broker.services import create_service
+from saf import Policy
 from saf.database import Dsn, fetch
 from saf.errors import DialogNotFound, UsageError
-from saf.log.shards import shard_of
 from saf.receiving import chosen
-from saf.routing.routes import add_route
 from tests import dialogs
 from tests.dialogs import END, SHOP, TIMER, WAREHOUSE, receive, said
 from tests.pipeline import connect
 from tests.receivers import writes_nothing
+from tests.talks import answered, answers, before, house_of, numbers
 
 every_postgresql = pytest.mark.every_postgresql
 AT_ONCE = Policy(first_wait_seconds=0)
@@ -32,43 +29,7 @@ AT_ONCE = Policy(first_wait_seconds=0)
 
 @pytest.fixture
 def house(app: Dsn) -> Dsn:
-    """A database with two services that talk without a forwarder."""
-    with connect(app) as connection:
-        for service in (SHOP, WAREHOUSE):
-            create_service(connection, service)
-            add_route(connection, "here", service=service, local=True)
-    return app
-
-
-def answers(dsn: Dsn, dialog: saf.Dialog, *bodies: str) -> None:
-    """Let the other end of a dialog send something."""
-    with dsn.connect(role="test") as connection:
-        find = "SELECT handle FROM saf.conversation WHERE conversation_id = %s AND NOT is_initiator"
-        ((handle,),) = connection.execute(find, [dialog.conversation_id]).fetchall()
-        other = saf.open_dialog(connection, handle)
-        for body in bodies:
-            other.send(connection, body)
-
-
-def answered(dsn: Dsn, *bodies: str, **options: Any) -> saf.Dialog:
-    """A dialog of the shop that has been answered."""
-    dialog = dialogs.begin(dsn, "question", **options)
-    receive(dsn, WAREHOUSE)
-    answers(dsn, dialog, *bodies)
-    return dialog
-
-
-def before(dsn: Dsn, dialog: saf.Dialog, *bodies: str) -> None:
-    """Send plain messages to the shop, into the shard of a dialog."""
-    shard = shard_of(str(dialog.conversation_id), 64)
-    key = next(str(n) for n in count() if shard_of(str(n), 64) == shard)
-    with connect(dsn) as connection, connection.transaction():
-        for body in bodies:
-            Outbox().send(connection, SHOP, body, key=key)
-
-
-def numbers(first: int, last: int) -> list[str]:
-    return [str(number) for number in range(first, last)]
+    return house_of(app)
 
 
 def chosen_of(dsn: Dsn, **which: Any) -> list[str]:

@@ -15,6 +15,7 @@ from saf.broker import services
 from saf.database import Dsn, fetch
 from tests.dialogs import ERROR, SHOP, WAREHOUSE, forward, prepare, states
 from tests.pipeline import connect
+from tests.receivers import writes_nothing
 from tests.sql_api import ByPython, BySql, Fails, Message, Receiver, Reject, Retry, Sql, received
 
 RECEIVERS: dict[str, Receiver] = {"python": ByPython(), "sql": BySql()}
@@ -666,9 +667,7 @@ def test_a_paused_subscription_gives_nothing_until_it_is_resumed(billing: Dsn) -
     assert drain(BySql(), billing) == ["a1"]
 
 
-@pytest.mark.parametrize(
-    "rule", ["rate = '5/s'", "concurrency = 1", "fair_by = 'key'"], ids=lambda rule: rule[:4]
-)
+@pytest.mark.parametrize("rule", ["rate = '5/s'", "fair_by = 'key'"], ids=lambda rule: rule[:4])
 def test_a_subscription_with_rules_that_sql_does_not_follow_is_refused(
     rule: str, billing: Dsn
 ) -> None:
@@ -676,9 +675,105 @@ def test_a_subscription_with_rules_that_sql_does_not_follow_is_refused(
     change(billing, f"UPDATE saf.subscription SET {rule} WHERE name = 'billing'")
     with (
         connect(billing) as connection,
-        pytest.raises(psycopg.Error, match="limits or a fair order, which SQL does not follow"),
+        pytest.raises(psycopg.Error, match="a rate or a fair order, which SQL does not follow"),
     ):
         connection.execute("SELECT * FROM saf.receive('billing')")
+
+
+def test_a_concurrency_holds_for_python_and_sql_together(billing: Dsn) -> None:
+    store(billing, *(f"{key}1" for key in "abcdef"))
+    with connect(billing) as connection:
+        services.limit(connection, "billing", concurrency=2)
+    one, other, third = (billing.connect(role="test") for _ in range(3))
+    with one, other, third:
+        assert len([*received(one, "billing"), *received(one, "billing")]) == 2
+        one.execute("SAVEPOINT before")
+        assert len(received(other, "billing")) == 1
+        assert received(third, "billing", 10) == []
+        assert once(ByPython(), billing) == []
+        other.rollback()
+        third.commit()
+        with saf.receive(billing, "billing", max_messages=1) as delivery:
+            assert len(delivery) == 1
+            assert received(third, "billing", 10) == []
+            third.commit()
+        one.commit()
+        assert len(received(third, "billing")) == 1
+
+
+# An empty result
+
+
+def until_empty(dsn: Dsn, **options: Any) -> list[str]:
+    """What a loop handles that stops at the first empty result."""
+    handled: list[str] = []
+    while found := once(BySql(), dsn, **options):
+        handled += found
+    return handled
+
+
+@pytest.mark.parametrize("max_messages", [1, 3, 100])
+@pytest.mark.every_postgresql
+def test_a_loop_that_stops_at_the_first_empty_result_has_everything(
+    max_messages: int, billing: Dsn
+) -> None:
+    """Messages arrive after a batch was opened that is complete now: in one shard, and in all."""
+    store(billing, "z1")
+    assert once(BySql(), billing) == ["z1"]
+    store(billing, "z2")
+    assert until_empty(billing, max_messages=max_messages) == ["z2"]
+    names = [f"{key}{n}" for n in range(4) for key in "abcdefgh"]
+    store(billing, *names[:16])
+    handled = [one for _ in range(8) for one in once(BySql(), billing, max_messages=1)]
+    store(billing, *names[16:])
+    handled += until_empty(billing, max_messages=max_messages)
+    assert sorted(handled) == sorted(names)
+    for key in "abcdefgh":
+        assert [name for name in handled if name[0] == key] == [f"{key}{n}" for n in range(4)]
+    assert writes_nothing(billing, lambda: until_empty(billing))
+
+
+def test_what_is_not_handed_out_does_not_end_the_loop(billing: Dsn) -> None:
+    """Many expired messages come first, in the log and among those whose time has come."""
+    store(billing, *["a1"] * 5, "b1", deliver_at="2199-01-01")
+    assert until_empty(billing) == []
+    change(billing, "UPDATE saf.parked SET deliver_at = now()")
+    change(billing, "UPDATE saf.parked SET expires_at = now() WHERE key = 'a'")
+    change(billing, "UPDATE saf.backoff SET next_attempt_at = now()")
+    assert until_empty(billing) == ["b1"]
+    store(billing, *["c1"] * 1100, expires_at="2001-01-01")
+    store(billing, "c2")
+    assert until_empty(billing) == ["c2"]
+    assert rows(billing, "SELECT count(*) FROM saf.dead_letter") == [(1105,)]
+
+
+def test_a_lane_whose_first_messages_expired_does_not_end_the_loop(billing: Dsn) -> None:
+    store(billing, "a1", "a2", "a3", "a4")
+    with billing.connect(role="test") as connection:
+        (first, *_) = received(connection, "billing", 4)
+        connection.execute("SELECT saf.retry_later(%s, 'not yet', '1 h')", [first.message_id])
+    change(billing, "UPDATE saf.parked SET expires_at = now() WHERE id < 4")
+    change(billing, "UPDATE saf.backoff SET next_attempt_at = now()")
+    assert until_empty(billing) == ["a4"]
+    assert rows(billing, "SELECT count(*) FROM saf.dead_letter") == [(3,)]
+
+
+def test_many_due_lanes_of_a_shard_in_use_do_not_hide_one_of_another(billing: Dsn) -> None:
+    change(
+        billing,
+        "INSERT INTO saf.parked (subscription_id, shard, id, message_id, to_service, key, body, "
+        "headers, kind, subject, batch, position, opened_at) "
+        "SELECT subscription_id, n / 150, n, gen_random_uuid(), 'billing', 'k' || n, 'lane', '{}',"
+        " 'key', 'k' || n, 0, n, NULL FROM saf.subscription, generate_series(1, 150) AS n "
+        "WHERE name = 'billing';"
+        "INSERT INTO saf.backoff (subscription_id, destination, kind, subject, shard, attempts, "
+        "error, next_attempt_at) SELECT subscription_id, '', kind, subject, shard, 1, '', "
+        "now() - interval '1 h' + id * interval '1 s' FROM saf.parked",
+    )
+    with connect(billing) as other, other.transaction():
+        other.execute("SELECT FROM saf.cursor WHERE shard = 0 FOR UPDATE")
+        with billing.connect(role="test") as connection:
+            assert [message.key for message in received(connection, "billing")] == ["k150"]
 
 
 def test_a_database_whose_transaction_ids_went_back_is_refused(billing: Dsn) -> None:

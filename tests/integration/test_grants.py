@@ -87,7 +87,8 @@ RECEIVING = (
     *("drop_message", "fail_dialog", "begin_target", "find_end", "judge", "make_due"),
     *("follow_routers", "arrive", "dispose", "take_shard", "keep_copy", "open_lane"),
     *("count_failed", "give_up", "note_failure", "take_shards", "take_lane"),
-    *("out_of_hand", "take_back"),
+    *("out_of_hand", "take_back", "has_seat", "chosen", "unread", "extend_batch", "read_on"),
+    "take_ahead",
 )
 # Of each function: whether it runs with its owner's rights, and whether everybody may execute it.
 # One that is not listed here fails the test: decide who may.

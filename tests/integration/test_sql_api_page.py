@@ -18,6 +18,7 @@ from tests.dialogs import SHOP, WAREHOUSE, forward, prepare
 from tests.pages import blocks, page, shell
 from tests.pipeline import connect
 from tests.programs import ROOT, activated, run
+from tests.talks import answered, answers, before, house_of
 
 PAGE = page("sql-api.md")
 EXAMPLES = ROOT / "examples"
@@ -86,6 +87,15 @@ def test_the_block_begins_and_ends_a_dialog(app: Dsn, mom: Dsn) -> None:
     forward(app, mom)
     received = "SELECT message_type FROM saf.receive('warehouse')"
     assert [drained(mom, received) for _ in range(2)] == ["order", "saf/end-dialog"]
+
+
+def test_the_block_receives_one_dialog(app: Dsn) -> None:
+    house_of(app)
+    dialog = answered(app)
+    before(app, dialog, "plain")
+    answers(app, dialog, "mine")
+    (chosen,) = blocks(PAGE, "chosen")
+    assert psql(f"\\set dialog {dialog.handle}\n{chosen}", app) == "|mine\n"
 
 
 def test_the_roles_may_do_what_the_page_says_and_nothing_else(

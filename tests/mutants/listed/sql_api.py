@@ -7,6 +7,8 @@ from tests.mutants.mutant import Mutant, mutant
 DIALOGS, RECEIVE = "migrations/baseline/sql_dialogs.sql", "migrations/baseline/sql_receive.sql"
 GRANTS = "saf/broker/grants.py"
 SPEAKS, TESTS = "contract/test_sql_api.py", "contract/test_sql_receive.py"
+TAKING = "migrations/baseline/sql_taking.sql"
+CHOSEN = "contract/test_sql_chosen.py"
 KILLS, PAGE = "contract/test_sql_kills.py", "integration/test_sql_api_page.py"
 SAME = f"{SPEAKS}::test_both_write_the_same_rows"
 REFUSED = f"{SPEAKS}::test_both_refuse_the_same_and_write_nothing"
@@ -63,7 +65,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "two receivers of SQL wait for one shard",
-        RECEIVE,
+        TAKING,
         "(fresh AND handed = 0 OR f.allowance IS NULL)\n            FOR UPDATE SKIP LOCKED",
         "(fresh AND handed = 0 OR f.allowance IS NULL)",
         f"{TESTS}::test_two_receivers_never_have_one_key_in_hand",
@@ -71,16 +73,17 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "SQL counts its own transaction as complete",
-        RECEIVE,
-        "c.open = saf.without_own(pg_current_snapshot(), pg_current_xact_id());",
-        "c.open = pg_current_snapshot();",
+        TAKING,
+        "            c.open = saf.without_own(pg_current_snapshot(), pg_current_xact_id());",
+        "            c.open = pg_current_snapshot();",
         f"{TESTS}::test_what_it_stores_is_not_lost_if_a_later_transaction_has_ended",
     ),
     mutant(
         "SQL reads on by id alone",
-        RECEIVE,
-        "n.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))",
-        "false",
+        TAKING,
+        "n.txid = ANY (ARRAY(SELECT pg_snapshot_xip(c.done)))) AS i\n"
+        "    WHERE i.txid < pg_snapshot_xmax(c.open)",
+        "false) AS i\n    WHERE i.txid < pg_snapshot_xmax(c.open)",
         f"{TESTS}::test_a_late_committer_is_not_lost",
     ),
     mutant(
@@ -93,7 +96,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a failure counts against keys that only wait",
-        RECEIVE,
+        TAKING,
         "             WHERE o.subscription_id = r.subscription_id AND o.shard = c.shard\n"
         "               AND saf.is_failed(o.xmax) LOOP",
         "             WHERE o.subscription_id = r.subscription_id LOOP",
@@ -101,22 +104,22 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "a message is not alone in its second delivery",
-        RECEIVE,
-        "IF r.paused_at IS NOT NULL OR (hand ->> 'alone')::boolean THEN",
-        "IF r.paused_at IS NOT NULL THEN",
+        TAKING,
+        "OR (hand ->> 'alone')::boolean OR NOT saf.has_seat(r) THEN",
+        "OR NOT saf.has_seat(r) THEN",
         f"{TESTS}::test_a_count_that_is_lost_with_its_transaction_is_made_by_the_next",
     ),
     mutant(
         "SQL receives from a paused subscription",
-        RECEIVE,
+        TAKING,
         "IF r.paused_at IS NOT NULL OR (hand",
         "IF (hand",
         f"{TESTS}::test_a_paused_subscription_gives_nothing_until_it_is_resumed",
     ),
     mutant(
         "SQL receives past the limits of a subscription",
-        RECEIVE,
-        "IF num_nonnulls(r.rate, r.concurrency, r.fair_by, r.priority_by) > 0 THEN",
+        TAKING,
+        "IF num_nonnulls(r.rate, r.fair_by, r.priority_by) > 0 THEN",
         "IF num_nonnulls(r.fair_by) > 0 THEN",
         f"{TESTS}::test_a_subscription_with_rules_that_sql_does_not_follow_is_refused",
     ),
@@ -180,10 +183,143 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "everybody receives",
-        RECEIVE,
+        TAKING,
         "REVOKE ALL ON FUNCTION saf.receive FROM PUBLIC;",
         "",
         f"{PAGE}::test_the_roles_may_do_what_the_page_says_and_nothing_else",
         "integration/test_grants.py::test_each_function_is_listed_and_whoever_executes_it_has_only_the_rights_meant",
+    ),
+    mutant(
+        "SQL closes a batch and looks no further",
+        TAKING,
+        "        EXIT WHEN up_to_now OR NOT complete;",
+        "        EXIT WHEN true;",
+        f"{TESTS}::test_a_loop_that_stops_at_the_first_empty_result_has_everything",
+    ),
+    mutant(
+        "messages that are not handed out end a call of SQL",
+        TAKING,
+        "AND (handed = 0 OR read < 1000) LOOP",
+        "AND read < 1000 LOOP",
+        f"{TESTS}::test_what_is_not_handed_out_does_not_end_the_loop",
+    ),
+    mutant(
+        "an expired delayed message hides the next one from SQL",
+        TAKING,
+        "        EXIT WHEN found = 0 OR handed >= wanted;",
+        "        EXIT WHEN true;",
+        f"{TESTS}::test_what_is_not_handed_out_does_not_end_the_loop",
+    ),
+    mutant(
+        "an expired message of a lane hides the next one from SQL",
+        TAKING,
+        "EXIT WHEN handed > 0 OR verdict IS DISTINCT FROM 'done';",
+        "EXIT WHEN true;",
+        f"{TESTS}::test_a_lane_whose_first_messages_expired_does_not_end_the_loop",
+    ),
+    mutant(
+        "due lanes of a locked shard hide all others from SQL",
+        TAKING,
+        "EXIT WHEN looked < 100 OR cardinality(busy) = newly;",
+        "EXIT WHEN true;",
+        f"{TESTS}::test_many_due_lanes_of_a_shard_in_use_do_not_hide_one_of_another",
+    ),
+    mutant(
+        "SQL takes no seat of a concurrency",
+        TAKING,
+        "    IF r.concurrency IS NULL\n",
+        "    IF true\n",
+        f"{TESTS}::test_a_concurrency_holds_for_python_and_sql_together",
+    ),
+    mutant(
+        "a snapshot of SQL lists transactions as text",
+        TAKING,
+        "string_agg(x::text, ',' ORDER BY x)",
+        "string_agg(x::text, ',' ORDER BY x::text)",
+        f"{CHOSEN}::test_a_snapshot_lists_transactions_by_number",
+    ),
+    mutant(
+        "SQL receives other dialogs with a chosen one",
+        TAKING,
+        "      AND (read_on.conversation IS NULL OR i.conversation_id = read_on.conversation)\n",
+        "",
+        f"{CHOSEN}::test_a_conversation_is_received_whatever_waits_before_it",
+    ),
+    mutant(
+        "SQL receives a chosen message again",
+        TAKING,
+        "            ids = ids + int8multirange(int8range(m.id, m.id, '[]'));\n",
+        "",
+        f"{CHOSEN}::test_a_conversation_is_received_whatever_waits_before_it",
+    ),
+    mutant(
+        "SQL finds no chosen message after the open batch",
+        TAKING,
+        "    IF NOT in_batch THEN",
+        "    IF false THEN",
+        f"{CHOSEN}::test_what_arrives_after_a_batch_was_opened_is_received_too",
+    ),
+    mutant(
+        "an extended batch of SQL forgets what is complete beyond its position",
+        TAKING,
+        "WHERE u.complete AND u.id > first_id GROUP BY u.part",
+        "WHERE false GROUP BY u.part",
+        f"{CHOSEN}::test_what_arrives_after_a_batch_was_opened_is_received_too",
+    ),
+    mutant(
+        "an extended batch of SQL forgets running transactions",
+        TAKING,
+        "WHERE x.txid < first_txid;",
+        "WHERE false;",
+        f"{CHOSEN}::test_a_late_committer_is_neither_lost_nor_repeated",
+    ),
+    mutant(
+        "SQL extends the batch of a shard of any size",
+        TAKING,
+        "    IF messages > 16384 THEN",
+        "    IF false THEN",
+        f"{CHOSEN}::test_a_shard_with_too_many_messages_is_not_extended",
+    ),
+    mutant(
+        "SQL receives the dialogs of another service",
+        TAKING,
+        "IS NOT FALSE OR r.name <> r.service THEN",
+        "IS NOT FALSE AND false THEN",
+        f"{CHOSEN}::test_both_refuse_the_same_with_the_same_words",
+    ),
+    mutant(
+        "a subscription that listens in receives dialogs by their handles",
+        TAKING,
+        " OR r.name <> r.service THEN",
+        " THEN",
+        f"{CHOSEN}::test_a_subscription_that_listens_in_is_refused",
+    ),
+    mutant(
+        "a failed chosen message counts against the first of its shard",
+        TAKING,
+        "IF NOT of_lane AND NOT ahead AND c.allowance = 1 THEN",
+        "IF NOT of_lane AND c.allowance = 1 THEN",
+        f"{CHOSEN}::test_a_count_that_is_rolled_back_is_not_made_against_another_message",
+    ),
+    mutant(
+        "a chosen message is tried before its attempt is counted",
+        TAKING,
+        "PERFORM set_config('saf.in_hand',\n                                   jsonb_set(",
+        "PERFORM format('saf.in_hand',\n                                   jsonb_set(",
+        f"{CHOSEN}::test_a_count_that_is_rolled_back_is_not_made_against_another_message",
+    ),
+    mutant(
+        "a look of SQL for a dialog writes",
+        TAKING,
+        "pg_current_xact_id_if_assigned());",
+        "pg_current_xact_id());",
+        f"{CHOSEN}::test_a_look_that_finds_nothing_writes_nothing",
+    ),
+    mutant(
+        "a migration takes saf.receive from its callers",
+        "migrations/versions/0047_sql_taking.py",
+        "    apply(GRANT.replace(",
+        "    len(GRANT.replace(",
+        f"{CHOSEN}::test_who_could_receive_before_a_migration_can_afterwards",
     ),
 ]
