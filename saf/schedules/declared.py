@@ -18,14 +18,21 @@ longer declared is reported and stays, because an older release may still be run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
-from uuid import UUID
+from typing import TYPE_CHECKING, Unpack
 
 from saf.errors import UsageError
-from saf.schedules.stored import Declaration, Missed, check_name, declaration, listed, put
+from saf.schedules.stored import (
+    Declaration,
+    Missed,
+    Options,
+    Sent,
+    check_name,
+    declaration,
+    listed,
+    put,
+)
 from saf.telemetry.logger import Log
 
 if TYPE_CHECKING:
@@ -70,13 +77,12 @@ class Schedules:
         body: object,
         zone: str = "UTC",
         missed: Missed = "one",
-        key: str | int | UUID | None = None,
-        headers: Mapping[str, Any] | None = None,
-        message_type: str | None = None,
-        from_service: str | None = None,
-        to_broker: UUID | None = None,
+        **sent: Unpack[Sent],
     ) -> None:
         """Declare a schedule by cron text; see `saf.schedules.add`.
+
+        ``sent`` is what the message has besides, as in `saf.Outbox.send`: ``key``, ``headers``,
+        ``message_type``, ``from_service`` and ``to_broker``.
 
         Raises:
             UsageError, InvalidMessage: a value cannot be used, or the name is declared already.
@@ -88,11 +94,7 @@ class Schedules:
             cron=cron,
             zone=zone,
             missed=missed,
-            key=key,
-            headers=headers,
-            message_type=message_type,
-            from_service=from_service,
-            to_broker=to_broker,
+            **sent,
         )
 
     def every(
@@ -104,13 +106,12 @@ class Schedules:
         body: object,
         anchor: datetime | None = None,
         missed: Missed = "one",
-        key: str | int | UUID | None = None,
-        headers: Mapping[str, Any] | None = None,
-        message_type: str | None = None,
-        from_service: str | None = None,
-        to_broker: UUID | None = None,
+        **sent: Unpack[Sent],
     ) -> None:
         """Declare a schedule by the time between its runs; see `saf.schedules.add`.
+
+        ``sent`` is what the message has besides, as in `saf.Outbox.send`: ``key``, ``headers``,
+        ``message_type``, ``from_service`` and ``to_broker``.
 
         Raises:
             UsageError, InvalidMessage: a value cannot be used, or the name is declared already.
@@ -122,18 +123,13 @@ class Schedules:
             every=every,
             anchor=anchor,
             missed=missed,
-            key=key,
-            headers=headers,
-            message_type=message_type,
-            from_service=from_service,
-            to_broker=to_broker,
+            **sent,
         )
 
-    def _declare(
-        self, name: str, service: str, body: object, *, from_service: str | None, **given: Any
-    ) -> None:
-        sender = self.from_service if from_service is None else from_service
-        declared = declaration(name, service, body, from_service=sender, **given)
+    def _declare(self, name: str, service: str, body: object, **options: Unpack[Options]) -> None:
+        if options.get("from_service") is None:
+            options["from_service"] = self.from_service
+        declared = declaration(name, service, body, **options)
         if name in self._declared:
             raise UsageError(f"schedule {name!r} is declared twice")
         self._declared[name] = declared

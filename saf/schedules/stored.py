@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 from uuid import UUID
 
 from saf.errors import ConfigurationError, InvalidMessage, UsageError
@@ -72,6 +72,26 @@ WHERE name = CAST(%(name)s AS text) ORDER BY run_id DESC
 """
 
 _enter = Entrance("writer")
+
+
+class Sent(TypedDict, total=False):
+    """What a schedule's message has besides service and body, as in `saf.Outbox.send`."""
+
+    key: str | int | UUID | None
+    headers: Mapping[str, Any] | None
+    message_type: str | None
+    from_service: str | None
+    to_broker: UUID | None
+
+
+class Options(Sent, total=False):
+    """When a schedule runs, and what its message has; see `add`."""
+
+    cron: str | None
+    every: str | timedelta | None
+    zone: str
+    anchor: datetime | None
+    missed: Missed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +164,7 @@ def declaration(
     zone: str = "UTC",
     anchor: datetime | None = None,
     missed: Missed = "one",
-    key: str | int | UUID | None = None,
-    headers: Mapping[str, Any] | None = None,
-    message_type: str | None = None,
-    from_service: str | None = None,
-    to_broker: UUID | None = None,
+    **sent: Unpack[Sent],
 ) -> Declaration:
     """Check a schedule; the arguments are those of `add`.
 
@@ -158,19 +174,10 @@ def declaration(
     check_name(name)
     if missed not in MISSED:
         raise UsageError(f"missed {missed!r}: expected {', '.join(MISSED)}")
-    if any(str(given).lower() == SCHEDULED_FOR for given in headers or ()):
+    if any(str(given).lower() == SCHEDULED_FOR for given in sent.get("headers") or ()):
         raise InvalidMessage("headers", f"{SCHEDULED_FOR!r} is set by each run")
     times = Times.of(cron=cron, every=every, anchor=anchor, zone=zone)
-    message = Message(
-        service=service,
-        body=body,
-        key=key,
-        headers=headers,
-        message_type=message_type,
-        from_service=from_service,
-        to_broker=to_broker,
-    )
-    row = encode(message, traced=False)._asdict()
+    row = encode(Message(service=service, body=body, **sent), traced=False)._asdict()
     values = {column: row[column] for column in TYPES if column in row}
     values |= {"cron": times.cron, "every": times.every, "anchor": times.anchor}
     return Declaration(name=name, times=times, values={**values, "zone": zone, "missed": missed})
@@ -201,23 +208,7 @@ def check_name(name: object) -> None:
         raise UsageError(f"schedule {name!r}: expected a name of printable characters")
 
 
-def add(
-    conn: Conn,
-    name: str,
-    service: str,
-    body: object,
-    *,
-    cron: str | None = None,
-    every: str | timedelta | None = None,
-    zone: str = "UTC",
-    anchor: datetime | None = None,
-    missed: Missed = "one",
-    key: str | int | UUID | None = None,
-    headers: Mapping[str, Any] | None = None,
-    message_type: str | None = None,
-    from_service: str | None = None,
-    to_broker: UUID | None = None,
-) -> Outcome:
+def add(conn: Conn, name: str, service: str, body: object, **options: Unpack[Options]) -> Outcome:
     """Add a schedule, or give an existing one these values, in the caller's transaction.
 
     Args:
@@ -242,22 +233,7 @@ def add(
         ConfigurationError: an application declares the schedule; or the role may not do this.
         Errors of `saf.Outbox.send` about the connection and the database.
     """
-    declared = declaration(
-        name,
-        service,
-        body,
-        cron=cron,
-        every=every,
-        zone=zone,
-        anchor=anchor,
-        missed=missed,
-        key=key,
-        headers=headers,
-        message_type=message_type,
-        from_service=from_service,
-        to_broker=to_broker,
-    )
-    return put(conn, declared)
+    return put(conn, declaration(name, service, body, **options))
 
 
 def put(conn: Conn, declared: Declaration, origin: str | None = None) -> Outcome:
