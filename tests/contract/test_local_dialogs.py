@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -19,14 +22,17 @@ from saf.broker.grants import Kind, grant
 from saf.broker.migrate import config
 from saf.broker.services import create_service
 from saf.columns import COLUMNS
+from saf.config import load
 from saf.database import Dsn, fetch
 from saf.errors import DialogEnded, UsageError
 from saf.operating.decide import retry
+from saf.operating.doctor import examine
 from saf.routing.routes import add_route, enable_route
 from saf.setaside.selection import DeadLetters
 from tests import dialogs
 from tests.dialogs import END, ERROR, REFUSES, SHOP, WAREHOUSE, receive, said, states
 from tests.pipeline import connect, run
+from tests.programs import saf as saf_command
 from tests.routing import broker_id
 
 every_postgresql = pytest.mark.every_postgresql
@@ -380,3 +386,42 @@ def test_an_end_that_is_over_sends_nothing_more(local: Dsn) -> None:
     dialogs.end(local, dialog)
     with pytest.raises(DialogEnded):
         dialogs.say(local, dialog, "2")
+
+
+def test_the_doctor_names_a_route_that_dialogs_lack_in_one_direction(
+    house: Dsn, mom: Dsn, tmp_path: Path
+) -> None:
+    file = tmp_path / "saf.toml"
+    place = f"dsn = {json.dumps(house.conninfo)}\n"
+    elsewhere = f"[destinations.mom]\ndsn = {json.dumps(mom.conninfo)}\n"
+    file.write_text(f"[brokers.app]\n{place}{elsewhere}")
+
+    def cures() -> list[str]:
+        found = [one for one in examine(load(file)) if one.check == "local"]
+        assert all("no route leads messages for 'shop'" in one.what for one in found if one.what)
+        return [one.cure for one in found if one.severity == "error"]
+
+    make_local(house, WAREHOUSE)
+    assert cures() == []
+    dialogs.begin(house, "1")
+    make = "saf route add here --service shop --local --broker app"
+    assert cures() == [make]
+    assert said(receive(house, WAREHOUSE, answer)) == ["1"]
+    # messages that wait come first: the other command would be refused
+    (cure,) = cures()
+    assert cure.endswith(f"saf route remove HERE --service shop --broker app and {make}")
+    here = f"[destinations.HERE]\n{place}[destinations.here]\n{place}"
+    file.write_text(f"{file.read_text()}{here}")
+    (add,) = re.findall("(route add HERE .*?),", cure)
+    for words in (add, "forward"):
+        done = saf_command(*words.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert cures() == [], "the forwarder carries them"
+    assert said(receive(house, SHOP)) == ["2"]
+    for words in cure[cure.index("route remove") :].split(" and saf "):
+        done = saf_command(*words.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert cures() == []
+    dialogs.begin(house, "3")
+    assert said(receive(house, WAREHOUSE, answer)) == ["3"]
+    assert said(receive(house, SHOP)) == ["6"]

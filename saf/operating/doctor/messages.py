@@ -11,7 +11,7 @@ from saf.operating.doctor.server import SESSION, Session
 from saf.operating.held import HOLDER
 from saf.operating.wording import age, counted
 from saf.routing import functions
-from saf.routing.local import TRIGGER
+from saf.routing.local import LEFT, TRIGGER
 from saf.routing.matching import FUNCTION, Route
 from saf.routing.routers import with_problems
 from saf.routing.routes import Configured, ConfiguredRouter, configuration, describe
@@ -173,11 +173,31 @@ FROM saf.route r, saf.broker b WHERE r.local AND r.enabled ORDER BY 1
 """
 
 
+# Open dialogs of two services of this database, whose messages are stored here in one direction
+ONE_SIDED = """
+SELECT r.service, other.name, b.broker_id::text, min(r.destination)
+FROM saf.conversation c JOIN saf.broker b ON b.broker_id = c.far_broker
+CROSS JOIN LATERAL (VALUES (c.service, c.far_service), (c.far_service, c.service))
+    AS way (from_service, to_service)
+JOIN saf.route r ON r.local AND r.enabled AND r.service = way.from_service
+JOIN saf.service other ON other.name = way.to_service
+WHERE NOT c.monolog AND c.state NOT IN ('closed', 'error')
+  AND NOT EXISTS (SELECT FROM saf.route o
+                  WHERE o.local AND o.enabled AND o.service = way.to_service)
+GROUP BY 1, 2, 3 ORDER BY 1, 2
+"""
+
+
 def local_by(config: Settings) -> Check:
     """Return the check for one saf.toml."""
 
     def local(patient: Patient) -> Found:
-        """Check that local routes lead to their own broker, and serve plain services only."""
+        """Check that local routes lead to their own broker, and serve plain services only.
+
+        A dialog with a local route in one direction only is slower in the other one, and nothing is
+        wrong: the forwarder carries the other messages. Without a route by which it could, they
+        wait.
+        """
         default = config.forwarder.default_destination
         current = configuration(patient.connection, default, config.declared)
         routers = {item.router.service for item in current.routers}
@@ -206,8 +226,32 @@ def local_by(config: Settings) -> Check:
                     f"{what} {service!r} has a local route: its messages stay in this inbox",
                     remove,
                 )
+        in_force = current.in_force
+        for service, other, here, destination in patient.ask(ONE_SIDED):
+            if in_force.match(other, here) is None:
+                add = patient.command("route", "add", destination, "--service", other, "--local")
+                yield (
+                    "error",
+                    f"services {service!r} and {other!r} of this database have open dialogs, and "
+                    f"only {service!r} has a local route: no route leads messages for {other!r} to "
+                    "this broker, so they wait",
+                    _delivered_first(patient, other) + add,
+                )
 
     return local
+
+
+def _delivered_first(patient: Patient, service: str) -> str:
+    """Return what comes before a service's route can become local, if its messages wait."""
+    if not patient.ask(LEFT, service=service)[0][0]:
+        return ""
+    add = patient.command("route", "add", "HERE", "--service", service)
+    return (
+        f"add this database to saf.toml as a destination, e.g. HERE, {add}, and run `saf forward` "
+        "until the messages that wait are delivered; then "
+        + patient.command("route", "remove", "HERE", "--service", service)
+        + " and "
+    )
 
 
 def routes_by(config: Settings) -> Check:

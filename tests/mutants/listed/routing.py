@@ -32,6 +32,11 @@ VOUCHED, OF_VOUCHED = (
 SERVICE, OF_SERVICE = "saf/routing_service.py", "contract/test_routing_service.py"
 DIGITS = f"{OF_SERVICE}::test_numbers_in_headers_are_sent_on_to_the_last_digit"
 
+ONE_SIDED = (
+    "contract/test_local_dialogs.py"
+    "::test_the_doctor_names_a_route_that_dialogs_lack_in_one_direction"
+)
+
 MUTANTS: list[Mutant] = [
     mutant(
         "bytes that are sent on are escaped where backslashes are",
@@ -369,5 +374,26 @@ MUTANTS: list[Mutant] = [
         "connection.transaction(force_rollback=dry_run)",
         "connection.transaction()",
         "contract/test_replay.py::test_a_dry_run_of_a_replay_changes_nothing",
+    ),
+    mutant(
+        "the doctor overlooks dialogs with a local route in one direction",
+        "saf/operating/doctor/messages.py",
+        "            if in_force.match(other, here) is None:",
+        "            if False:",
+        ONE_SIDED,
+    ),
+    mutant(
+        "the doctor reports dialogs that the forwarder carries in one direction",
+        "saf/operating/doctor/messages.py",
+        "            if in_force.match(other, here) is None:",
+        "            if True:",
+        ONE_SIDED,
+    ),
+    mutant(
+        "the doctor names a local route that messages still wait for",
+        "saf/operating/doctor/messages.py",
+        "    if not patient.ask(LEFT, service=service)[0][0]:",
+        "    if True:",
+        ONE_SIDED,
     ),
 ]
