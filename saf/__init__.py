@@ -3,8 +3,8 @@
 Sending:   `Outbox`, `Message`, `Sent`, `event`, `upcaster`
 Schedules: `Schedules`; `saf.schedules` adds, pauses and removes them
 Receiving: `receive`, `areceive`, `Worker`, `Processor`, `Processors`, `handles`, `Delivery`,
-           `Received`, `VerifiedFrom`, `Policy`, `inbox_once`, `create_service`, `create_services`,
-           `set_fairness`, `traced`
+           `Received`, `Origin`, `VerifiedFrom`, `Policy`, `inbox_once`, `create_service`,
+           `create_services`, `set_fairness`, `traced`
 Routing:   `add_route`, `Resolved`; `saf.routing_service`, which needs Arrow, serves routers that
            forward
 Schema:    `migrate`, `Migrated`; `saf.alembic` serves an application's own Alembic
@@ -71,7 +71,7 @@ from saf.errors import (
 )
 from saf.message import Message, Sent
 from saf.outbox import Outbox
-from saf.received import Received, VerifiedFrom
+from saf.received import Origin, Received, VerifiedFrom
 from saf.receiving.arrival import install
 from saf.receiving.asynchronous import areceive
 from saf.receiving.delivery import Delivery
@@ -117,6 +117,7 @@ __all__ = [
     "NoSuchService",
     "NotCorrelated",
     "NotVerified",
+    "Origin",
     "Outbox",
     "Policy",
     "Process",

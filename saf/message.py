@@ -215,6 +215,8 @@ OUT_OF_CALENDAR = "is before 0001-01-01 or after 9999-12-30, in UTC"
 """Problem with a time outside of that range."""
 
 CONTENT_TYPE = "content-type"
+RESERVED_TYPE = "saf/"
+"""Prefix of saf's own message types; contracts must not use it."""
 RESERVED_HEADER = "saf-"
 """The prefix of the headers that saf writes itself; an application must not use it."""
 FRAGMENT, WHOLE = f"{RESERVED_HEADER}fragment", f"{RESERVED_HEADER}whole"
@@ -222,6 +224,11 @@ FRAGMENT, WHOLE = f"{RESERVED_HEADER}fragment", f"{RESERVED_HEADER}whole"
 VERIFIED_FROM, CLAIMED_FROM = f"{RESERVED_HEADER}verified-from", f"{RESERVED_HEADER}claimed-from"
 """Headers about the sender: the service that its source has verified, and a claim that a sender
 made under that name; see `saf.engine.storing`."""
+ORIGIN, HOPS = f"{RESERVED_HEADER}origin", f"{RESERVED_HEADER}hops"
+"""Headers of messages that routing services send on: the first signature (`saf.signing.origin`),
+and the number of routing services that the message has come by."""
+HELLO = f"{RESERVED_HEADER}dialog"
+"""Header of a dialog's first message, and of an Error, that informs the target."""
 SIGNATURE, LINEAGE = f"{RESERVED_HEADER}signature", f"{RESERVED_HEADER}lineage"
 """The sender's signature (`saf.signing.signer`), and the incarnations of its broker that an end of
 a dialog has had (`saf.dialogs.facts`)."""

@@ -106,13 +106,29 @@ class VerifiedFrom:
     service: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The first sender of a message, verified by its signature, whatever has passed it on since."""
+
+    signed_by: str
+    """Key that the sender has signed with."""
+    service: str | None
+    """Service of the sender."""
+    message_id: UUID
+    """Id that the sender has given the message."""
+    conversation_id: UUID | None
+    """The sender's conversation; behind a routing service, not the receiver's."""
+    routers: tuple[str, ...] = ()
+    """Routers whose services have passed it on, the first one first."""
+
+
 class Received:
     """One message of a delivery. Read-only.
 
     `attempt` is the number of times that it has been handed out, including this time.
     """
 
-    __slots__ = ("_dialog", "_row", "_signed_by", "attempt", "parked_id")
+    __slots__ = ("_dialog", "_origin", "_row", "_signed_by", "attempt", "parked_id")
 
     def __init__(
         self, row: tuple[Any, ...], parked_id: int | None = None, attempt: int = 1
@@ -235,6 +251,43 @@ class Received:
         """Set the key that has signed this message."""
         self._signed_by = key_id
 
+    @property
+    def origin(self) -> Origin | None:
+        """The first sender, whose signature its receiver has verified; None if it was not verified.
+
+        Behind a routing service, `signed_by` is the service's key, if that is known.
+        """
+        if (origin := self._passed_on) is not None:
+            return origin[0]
+        if self.signed_by is None:
+            return None
+        return Origin(
+            signed_by=self.signed_by,
+            service=self.from_service,
+            message_id=self.message_id,
+            conversation_id=self.conversation_id,
+        )
+
+    @property
+    def _passed_on(self) -> tuple[Origin, str | None] | None:
+        found: tuple[Origin, str | None] | None = getattr(self, "_origin", None)
+        return found
+
+    @property
+    def signed_body(self) -> str | None:
+        """Hash that the body of a message that was passed on in fragments must have."""
+        return None if self._passed_on is None else self._passed_on[1]
+
+    def comes_from(self, origin: Origin, signed_body: str | None) -> None:
+        """Set the first sender of a message that was passed on, and the hash for `signed_body`."""
+        self._origin = origin, signed_body
+
+    def is_verified_like(self, other: Received) -> None:
+        """Take over what was verified of another form of this message."""
+        self.is_signed_by(other.signed_by)
+        if other._passed_on is not None:
+            self.comes_from(*other._passed_on)
+
     def may_say(self, header: str) -> bool:
         """Return whether the headers may contain ``header``; False is certain. Decodes nothing."""
         headers = self._row[_HEADERS]
@@ -301,7 +354,7 @@ class Received:
         message = Received(row, self.parked_id, self.attempt)
         if self.dialog is not None:
             message.belongs_to(self.dialog)
-        message.is_signed_by(self.signed_by)
+        message.is_verified_like(self)
         return message
 
     def __repr__(self) -> str:

@@ -7,8 +7,9 @@ classified and sent on in the transaction that receives them: exactly once and i
 fails. Any number of replicas share the work, as all receivers do.
 
 - A message outside of a dialog is sent on unchanged to the resolved service, with an id computed
-  from its own: the same message always gets the same new id. So a signature ends here; if the
-  service has a signer, it signs the messages that are sent on.
+  from its own: the same message always gets the same new id. So a signature no longer matches; it
+  travels inside the message that is sent on (`saf.signing.origin`). If the service has a signer,
+  it signs that message.
 - The first message of a dialog begins a second dialog, from the router to the resolved service. All
   messages of either dialog, including replies, Ends and Errors, are passed on in the other
   (`saf.dialogs.passing`).
@@ -33,7 +34,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from uuid import UUID, uuid5
+from uuid import UUID
 
 import psycopg
 
@@ -46,7 +47,7 @@ from saf.dialogs.statements import END, ERROR, TIMER, Code
 from saf.engine.classifying import as_table
 from saf.engine.resolving import MAX_HOPS, Matcher, Resolver
 from saf.errors import ConfigurationError, Unavailable, UnreadableHeaders
-from saf.message import DEFAULT_MAX_BYTES, SIGNATURE, Number, Row, as_json
+from saf.message import DEFAULT_MAX_BYTES, HOPS, ORIGIN, SIGNATURE, Number, Row, as_json
 from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.link import connected
@@ -61,15 +62,14 @@ from saf.routing.routers import load
 from saf.routing.routes import NOTHING, Declared, configuration, router_that_forwards
 from saf.setaside.dropped import Reason
 from saf.setaside.parking import ADDRESS
+from saf.signing.origin import envelope, is_signed, passed
 from saf.telemetry.tracing import processing
 from saf.transaction import enter
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
     from saf.signing.signer import Key, Signer
-
-HOPS = "saf-hops"
-"""Header that counts the routing services that a message has come by."""
+    from saf.signing.verifier import RequireSigned
 
 SENT_ON = {
     **{name: type_ for name, type_ in SENT.items() if name != "deliver_at"},
@@ -110,9 +110,10 @@ class RoutingService(Loop):
         listen: be notified when messages arrive; see `saf.receiving.link`.
         stop_timeout: seconds that the messages in hand may take after SIGTERM, SIGINT or `stop`;
             then they are rolled back, and `run` raises `StopTimeout`.
-        require_signed: send on only messages that are signed by one of the ``keys``.
+        require_signed: send on only messages that are signed by one of the ``keys``; as for
+            `saf.receive`.
         keys: the keys that senders sign with; as for `saf.receive`.
-        signer: signs messages that are sent on. The original signature is never sent on.
+        signer: signs messages that are sent on. The original signature travels inside.
 
     Raises:
         UsageError: a number is out of range, or there are no keys to verify with.
@@ -130,7 +131,7 @@ class RoutingService(Loop):
         policy: Policy | None = None,
         listen: bool = False,
         stop_timeout: float = STOP_SECONDS,
-        require_signed: bool = False,
+        require_signed: RequireSigned = False,
         keys: Mapping[str, Key] | None = None,
         signer: Signer | None = None,
     ) -> None:
@@ -245,11 +246,11 @@ class RoutingService(Loop):
         rows = [
             message.stored()
             | {
-                "message_id": uuid5(message.message_id, self.subscription),
+                "message_id": passed(message.message_id, [self.subscription]),
                 "to_service": found[message.id].service,
                 "to_broker": found[message.id].broker,
                 "key": found[message.id].key,
-                "headers": as_json({**_without_signature(message), HOPS: _hops(message)}),
+                "headers": as_json(self._headers(message, found[message.id])),
             }
             for message in messages
         ]
@@ -258,14 +259,19 @@ class RoutingService(Loop):
         if rows:
             raw.execute(SEND_ON, queries.in_arrays(raw, columns(SENT_ON, rows)))
 
+    def _headers(self, message: Received, to: Resolved) -> dict[str, Any]:
+        """Return the headers to send on; a signature becomes the origin, because the id differs."""
+        headers = message.exact_headers
+        kept = {n: value for n, value in headers.items() if n not in (SIGNATURE, ORIGIN)}
+        # another key is not what was signed
+        if is_signed(message) and to.key == message.key:
+            sealed = envelope(message, headers, self.subscription)
+            kept |= {} if sealed is None else {ORIGIN: sealed}
+        return {**kept, HOPS: _hops(message)}
+
     @property
     def _too_far(self) -> str:
         return f"router {self.subscription!r}: more than {MAX_HOPS} routing services in a row"
-
-
-def _without_signature(message: Received) -> dict[str, Any]:
-    """Return the headers to send on, without the signature, because the new id differs."""
-    return {name: value for name, value in message.exact_headers.items() if name != SIGNATURE}
 
 
 def _signed(signer: Signer, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,14 +312,13 @@ def _go_on(
     """Pass a message on in its second dialog; begin that dialog for the first message."""
     dialog = message.dialog
     assert dialog is not None  # noqa: S101 - the caller has checked
-    passed = message.message_type in (END, ERROR, TIMER)
+    done = message.message_type in (END, ERROR, TIMER)
     if to is not None:
-        passed = pass_on(
-            raw, message, dialog, begin_partner(raw, dialog, to), **{HOPS: _hops(message)}
-        )
-    elif other := partner(raw, dialog):
-        passed = pass_on(raw, message, dialog, other)
+        other = begin_partner(raw, dialog, to, signed=is_signed(message))
+        done = pass_on(raw, message, dialog, other, **{HOPS: _hops(message)})
+    elif known := partner(raw, dialog):
+        done = pass_on(raw, message, dialog, known)
     elif message.message_type in (END, ERROR):
         end_too(dialog, raw)  # the end of its second dialog may have been handled before
-    if not passed:
+    if not done:
         delivery.drop(message, Reason.ENDED)

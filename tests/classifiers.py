@@ -43,6 +43,11 @@ def one_by_one(message: saf.Received) -> saf.Resolved:
     return saf.Resolved(service="s", broker=UUID(int=7), key=message.text())
 
 
+def to_ewr_by_body(message: saf.Received) -> saf.Resolved:
+    """EWR, with a key of its own."""
+    return saf.Resolved(service="EWR", key=message.text())
+
+
 def too_few(messages: pa.RecordBatch) -> pa.Array:
     return pa.array(["s"] * (messages.num_rows + 1))
 

@@ -67,6 +67,7 @@ from saf.receiving.hand import Reader
 from saf.receiving.outcome import HANDLED, Dead, Dropped, Outcome, Parked
 from saf.setaside.dropped import Reason
 from saf.setaside.lane import Kind
+from saf.signing.verifier import ALTERED
 from saf.transaction import enter
 
 LARGEST = 64 * 1024
@@ -276,6 +277,9 @@ def _meet(arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: R
             endpoint.failure = Code.VIOLATION, str(violation)
             arrival.outcomes[message] = violating(str(violation))
             return
+        except _OtherBody as other:
+            arrival.outcomes[message] = Dead(reason=ALTERED, error=str(other), as_stored=True)
+            return
     endpoint.facts = after
     if verdict is Verdict.WAIT:
         endpoint.asks |= bool(endpoint.lineage) and fresh
@@ -290,6 +294,10 @@ def _meet(arrival: DialogArrival, reader: Reader, endpoint: Endpoint, message: R
         message.belongs_to(dialog)
         arrival.before[message] = endpoint, before
         arrival.messages.append(message)
+
+
+class _OtherBody(Exception):
+    """A routing service has altered fragments; they stay, like the dead letter."""
 
 
 def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Received) -> Received:
@@ -307,6 +315,8 @@ def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Re
         message = Assembled(message, arrival.raw, *facts)
         if not message.is_there():
             raise ContractViolation(f"message {message.sequence}: fragments are missing")
+        if message.signed_body is not None and message.sha256 != message.signed_body:
+            raise _OtherBody("its large body is not the one that its first sender has signed")
         arrival.assembled.append(message)
     if known is not None and known.reads:
         if message.size > DEFAULT_MAX_BYTES:
@@ -396,7 +406,8 @@ def is_harmless(message: Received) -> bool:
     saf sends these messages of dialogs unsigned, because a broker or an operator sends them:
 
         Error     the lifetime is over, a message could not be handled or was given up, an end was
-                  set back; with one of saf's own codes, which are below zero
+                  set back; with one of saf's own codes, which are below zero; also as a routing
+                  service passes it on
         timer     from an end to itself
         compare   how much an end has sent and received
 
@@ -411,10 +422,19 @@ def is_harmless(message: Received) -> bool:
     if message.message_type == TIMER:
         return of_dialog and message.sequence is None and message.body == b"{}"
     match message.message_type, _said(message.body):
-        case str(kind), {"code": int(code), "text": str(), **more}:
-            return kind == ERROR and not more and code < 0
+        case str(kind), {"code": int(code), "text": str(), **more} if code < 0:
+            return kind == ERROR and (not more or _is_original(more, code))
         case str(kind), {"received": int(), "answer": bool(), **more}:
             return kind == COMPARE and not more and of_dialog and message.sequence is not None
+        case _:
+            return False
+
+
+def _is_original(more: Any, code: int) -> bool:
+    """Return whether an Error has nothing more than its form before a router has passed it on."""
+    match more:
+        case {"original": {"code": int(first), "text": str(), **others}, **rest}:
+            return first == code and not others and not rest
         case _:
             return False
 

@@ -12,6 +12,7 @@ copies; if no transaction ever does, `saf purge` deletes them once the end is ov
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -94,7 +95,7 @@ class Assembled(Received):
         self, message: Received, raw: psycopg.Connection[Any], fragments: int, size: int
     ) -> None:
         super().__init__(message._row, message.parked_id, message.attempt)
-        self.is_signed_by(message.signed_by)
+        self.is_verified_like(message)
         self._raw = raw
         self.fragments = fragments
         self._size = size
@@ -126,6 +127,20 @@ class Assembled(Received):
     def open(self) -> io.BufferedIOBase:
         """Return the body as a file that holds one fragment at a time in memory."""
         return io.BufferedReader(_Pieces(self._pieces()))
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the whole body, read one fragment at a time."""
+        hashed = hashlib.sha256()
+        for piece in self._pieces():
+            hashed.update(piece)
+        return hashed.hexdigest()
+
+    @property
+    def fragment_bytes(self) -> int | None:
+        """Size of each fragment but the last; None if their sizes differ."""
+        size, rest = divmod(self._size - super().size, self.fragments - 1)
+        return size if rest == 0 and size >= super().size else None
 
     def in_memory(self) -> Received:
         """Return the message with its body joined; raise as `body`."""

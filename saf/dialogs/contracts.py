@@ -37,7 +37,7 @@ from saf.errors import (
     UsageError,
     WrongDirection,
 )
-from saf.message import MAX_NAME, fits
+from saf.message import MAX_NAME, RESERVED_TYPE, fits
 from saf.setaside.isolation import said
 from saf.typed.event import the_event
 
@@ -50,8 +50,7 @@ Sender = Literal["initiator", "target", "any"]
 
 VALIDATIONS, SENDERS = ("none", "empty", "json", "json_schema"), ("initiator", "target", "any")
 
-RESERVED = "saf/"
-"""Prefix of saf's own message types; contracts must not use it."""
+RESERVED = RESERVED_TYPE
 
 NEWEST: Mapping[str, int] = MappingProxyType({})
 """Use the newest version of each type of a contract."""

@@ -27,6 +27,7 @@ Either all fragments of a body are sent, or none.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping
@@ -72,6 +73,7 @@ from saf.errors import (
 from saf.message import (
     DEFAULT_MAX_BYTES,
     FRAGMENT,
+    ORIGIN,
     RESERVED_HEADER,
     STRICT,
     WHOLE,
@@ -87,6 +89,7 @@ from saf.typed.event import event_of
 if TYPE_CHECKING:
     from saf import Received
     from saf.signing.signer import Key, Signer
+    from saf.signing.verifier import RequireSigned
     from saf.transaction import Conn
 
 FRAGMENT_BYTES = 1024 * 1024
@@ -188,8 +191,12 @@ class Dialog:
         headers: Mapping[str, Any] | None,
         max_bytes: int = LARGEST_BYTES,
         fragment_bytes: int = FRAGMENT_BYTES,
+        exactly: bool = False,
     ) -> UUID:
-        """Send a message like `send`, but also with a type or headers reserved for saf."""
+        """Send a message like `send`, but also with a type or headers reserved for saf.
+
+        ``exactly``: the headers are complete, and nothing is added that a sender adds.
+        """
         if not 1 <= fragment_bytes <= DEFAULT_MAX_BYTES:
             raise InvalidMessage(
                 "fragment_bytes", f"{fragment_bytes:,} is not from 1 to {DEFAULT_MAX_BYTES:,}"
@@ -204,9 +211,9 @@ class Dialog:
             if is_file(body):
                 body = fill(body, max_bytes + 1)
         if is_file(body):
-            row = self._encoded(b"", message_type, headers)
+            row = self._encoded(b"", message_type, headers, exactly=exactly)
             return self._say_in_fragments(enter(conn), row, body, fragment_bytes, max_bytes)
-        row = self._encoded(body, message_type, headers, max_bytes)
+        row = self._encoded(body, message_type, headers, max_bytes, exactly=exactly)
         if known is not None:
             known.check(row.body)
         if self.monolog or len(row.body) <= fragment_bytes:
@@ -221,7 +228,12 @@ class Dialog:
             DialogEnded: this end has ended already.
             DialogElsewhere, DialogNotFound: the dialog is in another database.
         """
-        self._say(enter(conn), END_HERE, self._encoded(b"", END))
+        self.end_as(conn, None)
+
+    def end_as(self, conn: Conn, headers: Mapping[str, Any] | None) -> None:
+        """End this side like `end`; ``headers``: exactly those of the End, if it is passed on."""
+        row = self._encoded(b"", END, headers, exactly=headers is not None)
+        self._say(enter(conn), END_HERE, row)
 
     def end_with_error(self, conn: Conn, code: int, text: str) -> None:
         """End both sides. The other side gets the error instead of the messages not received yet.
@@ -264,6 +276,7 @@ class Dialog:
         *,
         timeout: float = 60.0,
         keys: Mapping[str, Key] | None = None,
+        require_signed: RequireSigned = True,
     ) -> Received | None:
         """Wait for the next message of the other end, and return it; None after ``timeout``.
 
@@ -276,6 +289,7 @@ class Dialog:
             message_type: the type to wait for, or an event's class; None: any type.
             timeout: longest wait, in seconds.
             keys: take only messages that are signed with one of these keys; as for `saf.receive`.
+            require_signed: "origin" requires the signatures of first senders; needs ``keys``.
 
         Raises:
             DialogFailed: the dialog has failed; the error has its code and text.
@@ -286,7 +300,9 @@ class Dialog:
         """
         from saf import _waiting  # receiving knows dialogs, and not the other way round
 
-        return _waiting.wait(self, engine, message_type, timeout, keys)
+        return _waiting.wait(
+            self, engine, message_type, timeout, keys, require_signed=require_signed
+        )
 
     async def wait_async(
         self,
@@ -295,6 +311,7 @@ class Dialog:
         *,
         timeout: float = 60.0,
         keys: Mapping[str, Key] | None = None,
+        require_signed: RequireSigned = True,
     ) -> Received | None:
         """Wait like `wait`, under asyncio; ``engine`` is as for `saf.areceive`.
 
@@ -304,7 +321,9 @@ class Dialog:
         """
         from saf import _waiting  # as above
 
-        return await _waiting.wait_async(self, engine, message_type, timeout, keys)
+        return await _waiting.wait_async(
+            self, engine, message_type, timeout, keys, require_signed=require_signed
+        )
 
     def fail(
         self,
@@ -316,6 +335,7 @@ class Dialog:
         again: bool = False,
         here: bool = True,
         original: Mapping[str, Any] | None = None,
+        headers: Mapping[str, Any] | None = None,
     ) -> None:
         """Report an error to the other end and, unless ``ending``, to this end, by messages.
 
@@ -327,10 +347,12 @@ class Dialog:
             again: report to the other end even if this end has failed or ended before.
             here: report to this end, unless it is ending.
             original: for an error that was passed on, its original form.
+            headers: for an error that was passed on with its signature, exactly its headers.
         """
         text = said(text)
         wrapped = {} if original is None else {"original": original}
-        row = self._encoded({"code": int(code), "text": text, **wrapped}, ERROR)
+        body = {"code": int(code), "text": text, **wrapped}
+        row = self._encoded(body, ERROR, headers, exactly=headers is not None)
         error = {"code": int(code), "text": text}
         if ending:
             self._say(transaction, END_WITH_ERROR, row, **error)
@@ -347,11 +369,14 @@ class Dialog:
         message_type: str | None,
         headers: Mapping[str, Any] | None = None,
         max_bytes: int = DEFAULT_MAX_BYTES,
+        *,
+        exactly: bool = False,
     ) -> Row:
         message = Message(
             service=self.far_service, body=body, message_type=message_type, headers=headers
         )
-        return encode(message, max_bytes)
+        row = encode(message, max_bytes)
+        return row._replace(headers=as_json(headers)) if exactly else row
 
     def _say(self, transaction: Transaction, saying: Saying, row: Row, **more: object) -> UUID:
         if not self._said(transaction, saying, row, **more):
@@ -406,10 +431,15 @@ class Dialog:
         headers = STRICT.decode(row.headers)
         transaction.execute(SAVEPOINT)
         try:
-            for piece, extra in split(file, fragment_bytes, max_bytes):
-                message_id = uuid4() if FRAGMENT in extra else row.message_id
+            hashed = self.signer is not None
+            for piece, extra in split(file, fragment_bytes, max_bytes, hashed=hashed):
+                message_id, own = row.message_id, headers
+                if FRAGMENT in extra:
+                    # an origin is one of the whole body
+                    message_id = uuid4()
+                    own = {name: value for name, value in headers.items() if name != ORIGIN}
                 fragment = row._replace(
-                    message_id=message_id, headers=as_json(headers | extra), body=piece
+                    message_id=message_id, headers=as_json(own | extra), body=piece
                 )
                 self._say(transaction, SEND, fragment)
         except BaseException:
@@ -573,9 +603,11 @@ def is_file(body: object) -> TypeGuard[Readable]:
 
 
 def split(
-    file: Readable, fragment_bytes: int, max_bytes: int = LARGEST_BYTES
+    file: Readable, fragment_bytes: int, max_bytes: int = LARGEST_BYTES, *, hashed: bool = False
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Cut a body into fragments; yield each with its headers. Two at a time are in memory.
+
+    ``hashed``: the last fragment has the hash of the whole body, which its signature covers.
 
     Raises:
         InvalidMessage: the body has more than ``max_bytes``.
@@ -585,14 +617,19 @@ def split(
     [(b'larg', {'saf-fragment': 1}), (b'e', {'saf-whole': {'fragments': 2, 'bytes': 5}})]
     """
     piece, number = fill(file, fragment_bytes), 1
-    length = len(piece)
+    length, whole = len(piece), hashlib.sha256(piece) if hashed else None
     while length <= max_bytes and (following := fill(file, fragment_bytes)):
         yield piece, {FRAGMENT: number}
         length += len(following)
+        if whole is not None:
+            whole.update(following)
         piece, number = following, number + 1
     if length > max_bytes:
         raise InvalidMessage("body", f"more bytes than max_bytes ({max_bytes:,})")
-    yield piece, {WHOLE: {"fragments": number, "bytes": length}} if number > 1 else {}
+    extent: dict[str, Any] = {"fragments": number, "bytes": length}
+    if whole is not None:
+        extent["sha256"] = whole.hexdigest()
+    yield piece, {WHOLE: extent} if number > 1 else {}
 
 
 def fill(file: Readable, size: int) -> bytes:

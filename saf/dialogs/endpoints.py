@@ -21,8 +21,8 @@ from saf.database import fetch
 from saf.dialogs.contracts import Contract, contracts
 from saf.dialogs.dialog import Dialog
 from saf.dialogs.facts import Facts, Lineage, read_lineage
-from saf.dialogs.statements import COMPARE, ERROR, EXPIRE, FIELDS, HELLO, Code
-from saf.message import FIRST_DAY, LAST_DAY
+from saf.dialogs.statements import COMPARE, ERROR, EXPIRE, FIELDS, Code
+from saf.message import FIRST_DAY, HELLO, LAST_DAY
 from saf.received import Received
 from saf.setaside.isolation import kept
 

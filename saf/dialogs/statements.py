@@ -16,16 +16,13 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 from saf.dialogs.contracts import DEFINITION, RESERVED
-from saf.message import LINEAGE
+from saf.message import HELLO, LINEAGE
 
 END, ERROR, TIMER = f"{RESERVED}end-dialog", f"{RESERVED}error", f"{RESERVED}dialog-timer"
 """Types of saf's own messages."""
 
 COMPARE = f"{RESERVED}compare"
 """Type of a message with an end's counts of messages; see `saf.dialogs.set_back`."""
-
-HELLO = "saf-dialog"
-"""Header of a dialog's first message, and of an Error, that informs the target."""
 
 
 class Code(IntEnum):

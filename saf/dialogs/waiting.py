@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from saf.receiving.delivery import Delivery
     from saf.receiving.link import AsyncEngine, Engine
     from saf.signing.signer import Key
+    from saf.signing.verifier import RequireSigned
 
 OPEN = (State.STARTED_OUTBOUND, State.STARTED_INBOUND, State.CONVERSING)
 
@@ -48,6 +49,8 @@ def wait(
     message_type: str | type | None,
     timeout: float,
     keys: Mapping[str, Key] | None,
+    *,
+    require_signed: RequireSigned,
 ) -> Received | None:
     """Wait for the next message; see `saf.dialogs.dialog.Dialog.wait`."""
     wanted = _name(message_type)
@@ -55,7 +58,7 @@ def wait(
     for seconds in (0.0, timeout):
         with receive(
             engine, dialog.service, max_messages=1, wait_seconds=seconds, conversation=dialog,
-            keys=keys, require_signed=keys is not None,
+            keys=keys, require_signed=keys is not None and require_signed,
         ) as delivery:  # fmt: skip
             found = _found(dialog.handle, wanted, delivery)
         if found is not None:
@@ -69,13 +72,15 @@ async def wait_async(
     message_type: str | type | None,
     timeout: float,
     keys: Mapping[str, Key] | None,
+    *,
+    require_signed: RequireSigned,
 ) -> Received | None:
     """Wait like `wait`, under asyncio."""
     wanted = _name(message_type)
     for seconds in (0.0, timeout):
         async with areceive(
             engine, dialog.service, max_messages=1, wait_seconds=seconds, conversation=dialog,
-            keys=keys, require_signed=keys is not None,
+            keys=keys, require_signed=keys is not None and require_signed,
         ) as delivery:  # fmt: skip
             found = await in_thread(partial(_found, dialog.handle, wanted, delivery))
         if found is not None:

@@ -58,7 +58,7 @@ from saf.receiving.link import Link, as_it_was
 from saf.receiving.receive import one_delivery
 from saf.receiving.retries import Policy
 from saf.signing.signer import Key, Signer
-from saf.signing.verifier import Trust
+from saf.signing.verifier import RequireSigned, Trust
 from saf.telemetry import tracing
 from saf.transaction import of_django
 
@@ -79,7 +79,7 @@ async def areceive(
     max_messages: int = 100,
     wait_seconds: float = 0.0,
     policy: Policy | None = None,
-    require_signed: bool = False,
+    require_signed: RequireSigned = False,
     keys: Mapping[str, Key] | None = None,
     signer: Signer | None = None,
     conversation: Dialog | UUID | None = None,
@@ -95,7 +95,8 @@ async def areceive(
         max_messages: the most messages in one delivery, which is one transaction.
         wait_seconds: how long to wait for the first message; after that, the delivery is empty.
         policy: how to treat messages whose handling fails.
-        require_signed: hand out only messages that are signed with one of the ``keys``.
+        require_signed: hand out only messages that are signed with one of the ``keys``. "origin":
+            their first senders have signed them, even if routing services have passed them on.
         keys: the keys that senders sign with; as for `saf.receive`.
         signer: signs what the receiver sends on the messages' dialogs.
         conversation: receive only the messages of this dialog's end; as for `saf.receive`.

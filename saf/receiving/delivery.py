@@ -435,7 +435,7 @@ def refused(
     found: dict[Received, Outcome] = {}
     hashes = hook().body_hashes(raw, hand.reader, hand.messages) if hand.spoken else {}
     for message in hand.messages:
-        verdict = verifier(message, hashes.get(message))
+        verdict = verifier(message, hashes.get(message), assembles=hand.reader.converses)
         if not isinstance(verdict, Refusal):
             message.is_signed_by(verdict)
         elif not hook().is_of_saf(message):

@@ -45,7 +45,7 @@ from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS, Stopping
 from saf.receiving.summary import SetAside, Summary
-from saf.signing.verifier import Trust
+from saf.signing.verifier import RequireSigned, Trust
 from saf.telemetry.logger import Log
 from saf.telemetry.metrics import FAILED_ATTEMPTS, RECEIVE_SECONDS, RECEIVED, count, observe
 
@@ -80,7 +80,7 @@ class Loop(ABC):
         listen: bool,
         stop_timeout: float = STOP_SECONDS,
         unhandled: OfUnhandled = "wait",
-        require_signed: bool = False,
+        require_signed: RequireSigned = False,
         keys: Mapping[str, Key] | None = None,
         signer: Signer | None = None,
     ) -> None:

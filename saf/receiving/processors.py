@@ -79,6 +79,7 @@ from saf.receiving.stopping import STOP_SECONDS
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
     from saf.signing.signer import Key, Signer
+    from saf.signing.verifier import RequireSigned
 
 Handler = Callable[[Any, Received, Any], object]
 H = TypeVar("H", bound=Callable[..., object])
@@ -297,7 +298,8 @@ class Processors(Loop):
             instances, may take after SIGTERM, SIGINT or `stop`; then `run` raises `StopTimeout`.
         unhandled: treatment of a message whose type has no handler: "wait" until processors have
             one, or "dead", a dead letter.
-        require_signed: hand only messages that are signed with one of the ``keys`` to handlers.
+        require_signed: hand only messages that are signed with one of the ``keys`` to handlers;
+            "origin" requires the signatures of their first senders; as for `saf.receive`.
         keys: the keys that senders sign with; as for `saf.receive`.
         signer: signs what handlers send on the dialogs of their messages.
 
@@ -320,7 +322,7 @@ class Processors(Loop):
         listen: bool = False,
         stop_timeout: float = STOP_SECONDS,
         unhandled: OfUnhandled = "wait",
-        require_signed: bool = False,
+        require_signed: RequireSigned = False,
         keys: Mapping[str, Key] | None = None,
         signer: Signer | None = None,
     ) -> None:

@@ -77,7 +77,7 @@ from saf.receiving.retries import Policy, Suspect
 from saf.receiving.summary import SetAside
 from saf.setaside.isolation import of_messages, said
 from saf.signing.signer import Key, Signer
-from saf.signing.verifier import Trust, Verifier
+from saf.signing.verifier import RequireSigned, Trust, Verifier
 from saf.telemetry import tracing
 from saf.telemetry.logger import Log
 
@@ -115,7 +115,7 @@ def receive(
     max_messages: int = 100,
     wait_seconds: float = 0.0,
     policy: Policy | None = None,
-    require_signed: bool = False,
+    require_signed: RequireSigned = False,
     keys: Mapping[str, Key] | None = None,
     signer: Signer | None = None,
     conversation: Dialog | UUID | None = None,
@@ -130,7 +130,8 @@ def receive(
         max_messages: the most messages in one delivery, which is one transaction.
         wait_seconds: how long to wait for the first message; after that, the delivery is empty.
         policy: how to treat messages whose handling fails.
-        require_signed: hand out only messages that are signed with one of the ``keys``.
+        require_signed: hand out only messages that are signed with one of the ``keys``. "origin":
+            their first senders have signed them, even if routing services have passed them on.
         keys: the keys that senders sign with, by their names, or a `Keys`; see docs/security.md.
         signer: signs what the receiver sends on the messages' dialogs.
         conversation: receive only the messages of this dialog's end, or of the end with this

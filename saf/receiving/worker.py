@@ -75,6 +75,7 @@ from saf.receiving.stopping import STOP_SECONDS
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine, Link
     from saf.signing.signer import Key, Signer
+    from saf.signing.verifier import RequireSigned
 
 T = TypeVar("T")
 E = TypeVar("E")
@@ -110,7 +111,8 @@ class Worker(Loop):
             then they are rolled back, and `run` raises `StopTimeout`.
         unhandled: treatment of a message whose type has no handler: "wait" until a worker has one,
             or "dead", a dead letter.
-        require_signed: hand only messages that are signed with one of the ``keys`` to handlers.
+        require_signed: hand only messages that are signed with one of the ``keys`` to handlers;
+            "origin" requires the signatures of their first senders; as for `saf.receive`.
         keys: the keys that senders sign with; as for `saf.receive`.
         signer: signs what handlers send on the dialogs of their messages.
 
@@ -130,7 +132,7 @@ class Worker(Loop):
         listen: bool = False,
         stop_timeout: float = STOP_SECONDS,
         unhandled: OfUnhandled = "wait",
-        require_signed: bool = False,
+        require_signed: RequireSigned = False,
         keys: Mapping[str, Key] | None = None,
         signer: Signer | None = None,
     ) -> None:

@@ -11,6 +11,10 @@ A message is refused if
 The key determines the algorithm of a signature, never the message. Nothing in a message is trusted
 before its signature is verified.
 
+A routing service passes messages on with a signature of its own, if any. The first sender's travels
+inside (`saf.signing.origin`) and is verified as well, if the receiver names the routers in
+`Keys.redirected_from`. A receiver may require that signature instead of the routing service's.
+
 Two values may have changed since the message was signed:
 
 - *The service.* A router redirects messages. They are accepted if the service that they were sent
@@ -28,12 +32,13 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from uuid import UUID
 
 from saf.errors import UsageError
-from saf.message import MAX_NAME, SIGNATURE, Number
-from saf.received import Received
+from saf.message import MAX_NAME, ORIGIN, SIGNATURE, Number
+from saf.received import Origin, Received
+from saf.signing.origin import Envelope, is_fragment, is_last_fragment
 from saf.signing.signer import (
     VERSION,
     Key,
@@ -90,6 +95,10 @@ class Keys(Mapping[str, Key]):
         return f"Keys({self._keys!r}, redirected_from={sorted(self.redirected_from)})"
 
 
+RequireSigned = bool | Literal["origin"]
+"""Messages that a receiver takes: with a known signature, or with one of their first senders."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trust:
     """Messages that a receiver accepts.
@@ -101,10 +110,17 @@ class Trust:
     keys: Keys
     required: bool
     """True if unsigned messages are refused."""
+    of_origin: bool = False
+    """True if messages are refused that their first senders have not signed."""
 
     @classmethod
-    def of(cls, keys: Mapping[str, Key] | None, *, required: bool) -> Trust | None:
+    def of(cls, keys: Mapping[str, Key] | None, *, required: RequireSigned) -> Trust | None:
         """Return the trust that a receiver's arguments define; None: accept messages unverified."""
+        if required not in (True, False, "origin"):
+            raise UsageError(
+                f"require_signed is {required!r}: expected True, False, or 'origin' for messages "
+                "that their first senders have signed"
+            )
         if keys is None and required:
             raise UsageError(
                 "require_signed needs the keys that senders sign with: keys={'shop': saf.Key(…)}, "
@@ -112,7 +128,14 @@ class Trust:
             )
         if keys is None:
             return None
-        return cls(keys=keys if isinstance(keys, Keys) else Keys(keys), required=required)
+        known = keys if isinstance(keys, Keys) else Keys(keys)
+        of_origin = required == "origin"
+        if of_origin and not known.redirected_from:
+            raise UsageError(
+                "require_signed='origin' needs the routers that pass messages on: "
+                "keys=saf.Keys(…, redirected_from=['departures']), or redirected_from in [signing]"
+            )
+        return cls(keys=known, required=bool(required), of_origin=of_origin)
 
 
 class Refusal(NamedTuple):
@@ -120,6 +143,11 @@ class Refusal(NamedTuple):
 
     reason: str
     error: str
+
+
+NO_ORIGIN = Refusal(
+    reason=UNSIGNED, error="a router has passed it on without the signature of its sender"
+)
 
 
 class _Refused(Exception):
@@ -138,28 +166,55 @@ class Verifier:
         self.trust = trust
         self.broker = broker
 
-    def __call__(self, message: Received, body_sha256: str | None = None) -> str | Refusal | None:
+    def __call__(
+        self, message: Received, body_sha256: str | None = None, *, assembles: bool = True
+    ) -> str | Refusal | None:
         """Return the key that has signed a message; None if the message may be handed out unsigned.
+
+        Notes the first sender of a message that a routing service has passed on.
 
         Args:
             message: the message as received.
             body_sha256: the hash of its body, if the body is not in memory.
+            assembles: the receiver puts the fragments of large bodies together.
         """
+        signed_by, origin = None, None
+        unproven: Refusal | None = None
+        lacks_origin: Refusal | None = None
         try:
-            return self._signed_by(message, body_sha256)
-        except _Unproven as unproven:
-            return unproven.refusal if self.trust.required else None
+            headers = _headers(message)
+            # the fragments of a body have one origin together
+            part = assembles and is_fragment(message, headers)
+            if ORIGIN in headers and not part:
+                try:
+                    origin = self._origin(message, headers, assembles=assembles)
+                except _Unproven as problem:
+                    lacks_origin = problem.refusal
+            elif message.from_service in self.trust.keys.redirected_from and not part:
+                lacks_origin = NO_ORIGIN
+            try:
+                signed_by = self._signed_by(message, headers, body_sha256, origin)
+            except _Unproven as problem:
+                unproven = problem.refusal
         except _Refused as refused:
             return refused.refusal
+        if self.trust.of_origin and (lacks_origin or origin):
+            return lacks_origin or signed_by
+        return unproven if self.trust.required and unproven else signed_by
 
-    def _signed_by(self, message: Received, body_sha256: str | None) -> str:
-        headers = _headers(message)
-        signature = _signature(headers)
+    def _signed_by(
+        self,
+        message: Received,
+        headers: Mapping[str, Any],
+        body_sha256: str | None,
+        origin: Origin | None,
+    ) -> str:
+        signature = _signature(headers.get(SIGNATURE))
         key_id, to = signature["key"], signature["to"]
-        key = self.trust.keys.get(key_id)
-        if key is None:
-            raise _Unproven(UNKNOWN_KEY, f"it is signed by key {_short(key_id)}, not known here")
-        if key.from_services is not None and message.from_service not in key.from_services:
+        key = self._key(key_id)
+        # who passes a message on outside of a dialog leaves its sender's name on it
+        speakers = {message.from_service, *(origin.routers[-1:] if origin else ())}
+        if key.from_services is not None and key.from_services.isdisjoint(speakers):
             problem = f"key {key_id!r} may not speak for {_service(message.from_service)}"
             raise _Refused(UNKNOWN_KEY, problem)
         self._check_address(message, to)
@@ -177,6 +232,60 @@ class Verifier:
             raise _Refused(ALTERED, problem)
         return str(key_id)
 
+    def _origin(self, message: Received, headers: Mapping[str, Any], *, assembles: bool) -> Origin:
+        """Return the first sender of a message that was passed on; note it in the message."""
+        sealed = Envelope.read(headers[ORIGIN])
+        if sealed is None:
+            raise _Refused(ALTERED, f"its {ORIGIN} is not one")
+        signature = _signature(sealed.signature)
+        key_id, to = signature["key"], signature["to"]
+        key = self._key(key_id)
+        for router in (to, *sealed.routers):
+            if router not in self.trust.keys.redirected_from:
+                raise _Unproven(
+                    ALTERED,
+                    f"it was passed on by router {_service(router)}: if that may pass messages on, "
+                    "add it to redirected_from",
+                )
+        if key.from_services is not None and sealed.from_service not in key.from_services:
+            who = _service(sealed.from_service)
+            raise _Refused(UNKNOWN_KEY, f"key {key_id!r} may not speak for {who}")
+        if message.to_broker is not None and message.to_broker != self.broker:
+            raise _Refused(ALTERED, f"it was sent on to broker {message.to_broker}")
+        _check_expiry(message, signature)
+        problem = sealed.misplaced(message, headers)
+        facts = {
+            **sealed.facts(message, headers),
+            "key_id": key_id,
+            "to_service": to,
+            "expires_at": signature.get("expires_at"),
+        }
+        redirected = to != sealed.routers[0]
+        if problem is None and not _verifies(key, signature["value"], facts, redirected=redirected):
+            problem = "altered, or signed by others"
+        if problem is not None:
+            raise _Refused(ALTERED, f"it is not what key {key_id!r} has signed first: {problem}")
+        body = None
+        if is_last_fragment(message, headers):
+            body = sealed.whole
+            if body is None or not assembles:
+                raise _Unproven(UNSIGNED, "its sender has not signed its large body as a whole")
+        origin = Origin(
+            signed_by=str(key_id),
+            service=sealed.from_service,
+            message_id=sealed.message_id,
+            conversation_id=sealed.conversation_id or message.conversation_id,
+            routers=sealed.routers,
+        )
+        message.comes_from(origin, body)
+        return origin
+
+    def _key(self, key_id: str) -> Key:
+        key = self.trust.keys.get(key_id)
+        if key is None:
+            raise _Unproven(UNKNOWN_KEY, f"it is signed by key {_short(key_id)}, not known here")
+        return key
+
     def _check_address(self, message: Received, to: str) -> None:
         """Reject a message that was sent to another broker or service."""
         if message.to_broker not in (None, self.broker):
@@ -192,7 +301,7 @@ class Verifier:
 
 
 def _headers(message: Received) -> dict[str, Any]:
-    if not message.may_say(SIGNATURE):
+    if not (message.may_say(SIGNATURE) or message.may_say(ORIGIN)):
         return {}
     try:
         return read_headers(message.headers_text)
@@ -200,9 +309,8 @@ def _headers(message: Received) -> dict[str, Any]:
         raise _Refused(ALTERED, str(error)) from None
 
 
-def _signature(headers: Mapping[str, Any]) -> dict[str, Any]:
+def _signature(signature: Any) -> dict[str, Any]:
     """Return the parts of a signature."""
-    signature = headers.get(SIGNATURE)
     match signature:
         case None:
             raise _Unproven(UNSIGNED, "it is not signed")

@@ -16,9 +16,9 @@ from saf.dialogs.endpoints import _introduction
 from saf.dialogs.facts import LARGEST, fork, incarnation, read_lineage, said_by
 from saf.dialogs.passing import _error
 from saf.dialogs.set_back import _lineage, _standing
-from saf.dialogs.statements import COMPARE, END, ERROR, HELLO, TIMER
+from saf.dialogs.statements import COMPARE, END, ERROR, TIMER
 from saf.errors import UnreadableHeaders
-from saf.message import FIRST_DAY, FRAGMENT, LAST_DAY, LINEAGE, WHOLE
+from saf.message import FIRST_DAY, FRAGMENT, HELLO, LAST_DAY, LINEAGE, WHOLE
 from saf.received import Received
 from tests.fuzz.messages import message
 from tests.fuzz.target import Target, documents, encoded, values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
@@ -13,6 +14,8 @@ import pytest
 import saf
 from saf.broker.grants import Kind, grant
 from saf.database import Dsn
+from saf.routing.routers import add_router
+from saf.routing_service import RoutingService
 from tests.pages import blocks, page, prepared, shell
 from tests.pipeline import connect, forward
 from tests.programs import BIN, run
@@ -132,3 +135,56 @@ def test_each_kind_of_role_can_at_worst_what_the_security_page_says(app: Dsn) ->
         finally:
             owner.execute(f"DROP OWNED BY {role}")
             owner.execute(f"DROP ROLE {role}")
+
+
+ROUTED = """
+import os
+
+import psycopg
+
+import saf
+
+with psycopg.connect(os.environ["DSN"]) as connection:
+    for signer in (saf.config.load_signer(), None):
+        outbox = saf.Outbox(from_service="shop", signer=signer)
+        outbox.send(connection, "departures", "billing")
+"""
+
+
+def test_billing_verifies_the_shop_behind_a_routing_service(
+    app: Dsn, mom: Dsn, new_broker: Callable[[str], Dsn], tmp_path: Path
+) -> None:
+    hub = new_broker("hub")
+    keys = next(one for one in blocks(page("security.md"), "shell") if "openssl" in one)
+    shell(keys, prepared(tmp_path, app, mom), app, mom)
+    for name, of in (("shop.toml", "sending.md"), ("billing.toml", "receiving.md")):
+        (settings,) = blocks(page(of), "signed-settings")
+        if name == "billing.toml":
+            settings = '[signing]\nredirected_from = ["departures"]\n\n' + settings
+        (tmp_path / name).write_text(settings)
+    sends = ROUTED.replace("import saf\n", "import saf\nimport saf.config\n")
+    env = {"DSN": app.conninfo, "SAF_CONFIG": "shop.toml"}
+    done = run([sys.executable, "-c", sends], env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with connect(hub) as connection:
+        saf.create_service(connection, "departures")
+        add_router(
+            connection, "departures", "python", "tests.classifiers:by_body_once", mode="forward"
+        )
+        saf.add_route(connection, "mom", service="billing")
+    with connect(app) as connection:
+        saf.add_route(connection, "hub", service="departures")
+    forward(app, hub=hub)
+    RoutingService(hub, "departures").drain()
+    forward(hub, mom=mom)
+    (receives,) = blocks(page("security.md"), "origin")
+    (tmp_path / "consumers.py").write_text(receives)
+    done = run(
+        [BIN / "saf", "worker", "consumers:worker", "--drain"],
+        env={"INBOX": mom.conninfo, "SAF_CONFIG": "billing.toml"},
+        cwd=tmp_path,
+    )
+    assert done.stdout.splitlines() == [
+        "shop-2026 shop None",
+        "handled 1 message, made 1 dead letter",
+    ]

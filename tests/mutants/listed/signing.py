@@ -36,7 +36,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "the owner of a key speaks for any service",
         VERIFIER,
-        "if key.from_services is not None and message.from_service not in key.from_services:",
+        "if key.from_services is not None and key.from_services.isdisjoint(speakers):",
         "if key.from_services is None and message.from_service is None:",
         f"{SIGNING}::test_the_owner_of_a_key_speaks_only_for_its_services",
     ),
@@ -57,8 +57,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "what is unsigned is taken though it has to be signed",
         VERIFIER,
-        "return unproven.refusal if self.trust.required else None",
-        "return None",
+        "return unproven if self.trust.required and unproven else signed_by",
+        "return signed_by",
         f"{SIGNING}::test_a_removed_signature_makes_a_message_unsigned",
     ),
     mutant(
