@@ -98,6 +98,11 @@ def to_second(message: saf.Received) -> saf.Resolved:  # noqa: ARG001 - whatever
     return saf.Resolved(service="second", broker=UUID(int=7))
 
 
+def to_the_second(message: saf.Received) -> str:  # noqa: ARG001 - whatever it says
+    """The router second, at whichever broker."""
+    return "second"
+
+
 def to_billing(message: saf.Received) -> str:  # noqa: ARG001 - whatever it says
     """The service billing."""
     return "billing"

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,6 +52,7 @@ from saf.dialogs.endpoints import (
     Endpoint,
     columns,
     end_of,
+    ended_here,
     in_hand,
     write,
 )
@@ -156,6 +157,21 @@ class Dialogs(Hook):
     def is_of_saf(self, message: Received) -> bool:
         """Return whether saf itself sends such a message unsigned, and it can do no harm."""
         return is_harmless(message)
+
+    def closing(
+        self, raw: psycopg.Connection[Any], messages: Collection[Received]
+    ) -> Collection[Received]:
+        """Return which of these messages are Ends for ends that have ended themselves.
+
+        A routing service sends them without a signature of the other end. They tell nothing.
+        """
+        ends = {
+            one: end_of(one)
+            for one in messages
+            if one.message_type == END and one.from_initiator is not None and one.conversation_id
+        }
+        ended = ended_here(raw, ends.values()) if ends else set()
+        return [one for one, place in ends.items() if place in ended]
 
     def by_itself(self, message: Received) -> Callable[[Any], object] | None:
         """Return a call that ends a dialog whose other end has ended or failed; ignore timers."""

@@ -46,6 +46,8 @@ SELECT {FIELDS}, (SELECT broker_id FROM saf.broker), contract, contract_version,
 FROM {OF_THESE} ORDER BY handle FOR NO KEY UPDATE OF c
 """
 
+ENDED = f"SELECT conversation_id, is_initiator FROM {OF_THESE} WHERE c.ended_here"
+
 BEGUN = {
     "conversation_id": "uuid",
     "service": "text",
@@ -198,6 +200,16 @@ def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End,
             text = f"contract {hello.contract!r} version {hello.version} is not known at the target"
             endpoints[end].failure = Code.NO_CONTRACT, text
     return endpoints
+
+
+def ended_here(raw: psycopg.Connection[Any], ends: Iterable[End]) -> set[End]:
+    """Return which of these ends have ended; an end that has ended stays so."""
+    places = [*ends]
+    params = {
+        "conversation_id": [conversation_id for conversation_id, _ in places],
+        "is_initiator": [is_initiator for _, is_initiator in places],
+    }
+    return {(one, is_initiator) for one, is_initiator in fetch(raw, ENDED, params)}
 
 
 def _lock(raw: psycopg.Connection[Any], ends: list[End]) -> list[tuple[Any, ...]]:

@@ -7,7 +7,7 @@ process (`install`), processes messages that need more, such as those of a dialo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,14 @@ class Hook:
     def is_of_saf(self, message: Received) -> bool:  # noqa: ARG002 - the hook's signature
         """Return whether saf itself sends such a message unsigned, and it is safe to believe."""
         return False
+
+    def closing(
+        self,
+        raw: psycopg.Connection[Any],  # noqa: ARG002 - the hook's signature
+        messages: Collection[Received],  # noqa: ARG002 - the hook's signature
+    ) -> Collection[Received]:
+        """Return which of these messages only close what this side has ended already."""
+        return ()
 
     def by_itself(self, message: Received) -> Callable[[Any], object] | None:  # noqa: ARG002 - the hook's signature
         """Return a call that processes a message without a handler; its argument is the connection.

@@ -440,6 +440,9 @@ def refused(
             message.is_signed_by(verdict)
         elif not hook().is_of_saf(message):
             found[message] = Dead(reason=verdict.reason, error=verdict.error, as_stored=True)
+    if found and hand.spoken and hand.reader.converses:
+        for message in hook().closing(raw, found):
+            del found[message]
     return found
 
 

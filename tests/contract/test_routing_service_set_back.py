@@ -19,6 +19,7 @@ from tests.dialogs import ERROR, SHOP, begin, receive, said, say
 from tests.hub import Hub
 from tests.pipeline import connect, stores
 from tests.set_backs import FORGET
+from tests.signing import signer
 
 GoBack = Callable[[Hub, str, Dsn], Hub]
 
@@ -28,7 +29,7 @@ def hub(new_broker: Callable[[str], Dsn]) -> Hub:
     return Hub.at(new_broker)
 
 
-def repair(hub: Hub, name: str) -> None:
+def repair(hub: Hub, name: str, *, purged: bool = True) -> None:
     """The one that was set back, and then the others: what it has lost is purged there."""
     places = {"app": hub.app, "hub": hub.hub, "ewr": hub.ewr, "jfk": hub.jfk}
     with connect(places.pop(name)) as broken:
@@ -43,7 +44,8 @@ def repair(hub: Hub, name: str) -> None:
             continue
         there = stores(**{one: to for one, to in hub.places.items() if one != other})
         with connect(dsn) as connection:
-            for shard, number in missing(other, dsn, there, retention_seconds=86400.0):
+            lost = missing(other, dsn, there, retention_seconds=86400.0)
+            for shard, number in lost if purged else ():
                 connection.execute(FORGET, {"shard": shard, "id": number})
         send_again(
             other, dsn, there, lambda connection: current_routes(connection, None),
@@ -95,15 +97,36 @@ def test_whichever_broker_forgets_what_was_said_both_parties_get_an_error(
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.parametrize("signed", [False, True])
 def test_a_hub_that_has_forgotten_the_dialog_tells_both_parties(
-    hub: Hub, backup: Callable[[Dsn], Dsn]
+    hub: Hub, backup: Callable[[Dsn], Dsn], signed: bool
 ) -> None:
     older = backup(hub.hub)
-    begin(hub.app, "EWR", to_service="departures")
+    begin(hub.app, "EWR", to_service="departures", signer=signer() if signed else None)
     assert talk(hub) == ([], ["EWR"])
     hub = replace(hub, hub=older)
     repair(hub, "hub")
     assert talk(hub) == ([ERROR], [ERROR])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compared", ["before", "after"])
+def test_a_hub_that_begins_a_signed_dialog_again_tells_both_parties_or_continues(
+    hub: Hub, backup: Callable[[Dsn], Dsn], compared: str
+) -> None:
+    """Its second dialog has the same id again, and the same numbers for the same messages."""
+    older = backup(hub.hub)
+    dialog = begin(hub.app, "EWR", "2", to_service="departures", signer=signer())
+    assert talk(hub) == ([], ["EWR", "2"])
+    hub = replace(hub, hub=older)
+    repair(hub, "hub", purged=False)
+    hub.forward(*(("ewr", "shop") if compared == "before" else ("shop", "ewr")))
+    shop, airport = talk(hub)
+    assert (shop, airport) in (([], []), ([ERROR], [ERROR]))
+    assert errors(hub.app) == errors(hub.ewr)
+    if not shop:
+        say(hub.app, dialog, "3")
+        assert talk(hub) == ([], ["3"])
 
 
 @pytest.mark.full
