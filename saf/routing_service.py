@@ -68,8 +68,7 @@ from saf.transaction import enter
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
-    from saf.signing.signer import Key, Signer
-    from saf.signing.verifier import RequireSigned
+    from saf.signing.signer import Key, RequireSigned, Signer
 
 SENT_ON = {
     **{name: type_ for name, type_ in SENT.items() if name != "deliver_at"},

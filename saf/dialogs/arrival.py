@@ -60,7 +60,7 @@ from saf.dialogs.facts import Facts, Verdict, judge
 from saf.dialogs.set_back import compare, recognise
 from saf.dialogs.statements import COMPARE, END, ERROR, TIMER, Code
 from saf.errors import ContractViolation, DialogEnded, SchemaViolation
-from saf.message import DEFAULT_MAX_BYTES
+from saf.message import ALTERED, DEFAULT_MAX_BYTES
 from saf.received import Received
 from saf.receiving import retries
 from saf.receiving.arrival import Arrival, Hook
@@ -68,7 +68,6 @@ from saf.receiving.hand import Reader
 from saf.receiving.outcome import HANDLED, Dead, Dropped, Outcome, Parked
 from saf.setaside.dropped import Reason
 from saf.setaside.lane import Kind
-from saf.signing.verifier import ALTERED
 from saf.transaction import enter
 
 LARGEST = 64 * 1024

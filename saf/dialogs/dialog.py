@@ -88,8 +88,7 @@ from saf.typed.event import event_of
 
 if TYPE_CHECKING:
     from saf import Received
-    from saf.signing.signer import Key, Signer
-    from saf.signing.verifier import RequireSigned
+    from saf.signing.signer import Key, RequireSigned, Signer
     from saf.transaction import Conn
 
 FRAGMENT_BYTES = 1024 * 1024

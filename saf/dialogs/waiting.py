@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from saf.received import Received
     from saf.receiving.delivery import Delivery
     from saf.receiving.link import AsyncEngine, Engine
-    from saf.signing.signer import Key
-    from saf.signing.verifier import RequireSigned
+    from saf.signing.signer import Key, RequireSigned
 
 OPEN = (State.STARTED_OUTBOUND, State.STARTED_INBOUND, State.CONVERSING)
 

@@ -57,8 +57,8 @@ from saf.receiving.delivery import Delivery
 from saf.receiving.link import Link, as_it_was
 from saf.receiving.receive import one_delivery
 from saf.receiving.retries import Policy
-from saf.signing.signer import Key, Signer
-from saf.signing.verifier import RequireSigned, Trust
+from saf.signing.signer import Key, RequireSigned, Signer
+from saf.signing.verifier import Trust
 from saf.telemetry import tracing
 from saf.transaction import of_django
 

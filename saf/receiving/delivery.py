@@ -26,6 +26,7 @@ from uuid import UUID
 
 import psycopg
 
+from saf.message import ALTERED, UNKNOWN_KEY, UNSIGNED
 from saf.received import Received
 from saf.receiving import claim, settlement
 from saf.receiving.arrival import Arrival, hook
@@ -38,7 +39,7 @@ from saf.setaside import dropped
 from saf.setaside.dropped import Reason
 from saf.setaside.isolation import said
 from saf.setaside.lane import Kind
-from saf.signing.verifier import ALTERED, UNKNOWN_KEY, UNSIGNED, Refusal, Verifier
+from saf.signing.verifier import Refusal, Verifier
 from saf.telemetry.logger import Log
 
 log = Log("saf.receive")

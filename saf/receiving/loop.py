@@ -45,13 +45,13 @@ from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS, Stopping
 from saf.receiving.summary import SetAside, Summary
-from saf.signing.verifier import RequireSigned, Trust
+from saf.signing.verifier import Trust
 from saf.telemetry.logger import Log
 from saf.telemetry.metrics import FAILED_ATTEMPTS, RECEIVE_SECONDS, RECEIVED, count, observe
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine
-    from saf.signing.signer import Key, Signer
+    from saf.signing.signer import Key, RequireSigned, Signer
 
 RECONNECT_SECONDS = 2.0
 WAIT_SECONDS = 60.0

@@ -78,8 +78,7 @@ from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
     from saf.receiving.link import Engine
-    from saf.signing.signer import Key, Signer
-    from saf.signing.verifier import RequireSigned
+    from saf.signing.signer import Key, RequireSigned, Signer
 
 Handler = Callable[[Any, Received, Any], object]
 H = TypeVar("H", bound=Callable[..., object])

@@ -76,8 +76,8 @@ from saf.receiving.prefetch import Prefetch
 from saf.receiving.retries import Policy, Suspect
 from saf.receiving.summary import SetAside
 from saf.setaside.isolation import of_messages, said
-from saf.signing.signer import Key, Signer
-from saf.signing.verifier import RequireSigned, Trust, Verifier
+from saf.signing.signer import Key, RequireSigned, Signer
+from saf.signing.verifier import Trust, Verifier
 from saf.telemetry import tracing
 from saf.telemetry.logger import Log
 

@@ -74,8 +74,7 @@ from saf.receiving.stopping import STOP_SECONDS
 
 if TYPE_CHECKING:
     from saf.receiving.link import AsyncEngine, Engine, Link
-    from saf.signing.signer import Key, Signer
-    from saf.signing.verifier import RequireSigned
+    from saf.signing.signer import Key, RequireSigned, Signer
 
 T = TypeVar("T")
 E = TypeVar("E")

@@ -19,8 +19,7 @@ from psycopg import sql
 from saf.columns import COLUMNS
 from saf.database import fetch, queries
 from saf.limits import WHY_NOT
-from saf.message import MAX_BODY
-from saf.signing.verifier import ALTERED, UNKNOWN_KEY, UNSIGNED
+from saf.message import ALTERED, MAX_BODY, UNKNOWN_KEY, UNSIGNED
 
 REASONS = (
     *("rejected", "expired", "over_size", "unavailable", "failed", "unresolved", "no_dialog"),

@@ -65,6 +65,9 @@ from saf.message import (
 
 Algorithm = Literal["hmac-sha256", "ed25519"]
 
+RequireSigned = bool | Literal["origin"]
+"""Messages that a receiver takes: with a known signature, or with one of their first senders."""
+
 HMAC: Algorithm = "hmac-sha256"
 KEY_BYTES = 32
 """Length of a key for Ed25519, and minimum length of a secret for HMAC, in bytes."""

@@ -32,17 +32,26 @@ import re
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from saf.errors import UsageError
-from saf.message import MAX_NAME, ORIGIN, SIGNATURE, Number
+from saf.message import (
+    ALTERED,
+    MAX_NAME,
+    ORIGIN,
+    SIGNATURE,
+    UNKNOWN_KEY,
+    UNSIGNED,
+    Number,
+)
 from saf.received import Origin, Received
 from saf.signing.origin import Envelope, is_fragment, is_last_fragment
 from saf.signing.signer import (
     VERSION,
     Key,
     NotSignable,
+    RequireSigned,
     check_key_id,
     covered,
     microseconds,
@@ -50,9 +59,6 @@ from saf.signing.signer import (
     sha256,
     signed_bytes,
 )
-
-UNSIGNED, UNKNOWN_KEY, ALTERED = "unsigned", "unknown_key", "altered"
-"""Reasons of dead letters that were refused."""
 
 MOMENT = re.compile(r"-?\d{1,20}")
 
@@ -93,10 +99,6 @@ class Keys(Mapping[str, Key]):
 
     def __repr__(self) -> str:
         return f"Keys({self._keys!r}, redirected_from={sorted(self.redirected_from)})"
-
-
-RequireSigned = bool | Literal["origin"]
-"""Messages that a receiver takes: with a known signature, or with one of their first senders."""
 
 
 @dataclass(frozen=True, kw_only=True)

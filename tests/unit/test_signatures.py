@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 import saf
 from saf.errors import UsageError
-from saf.message import MAX_HEADERS, Number, Row
+from saf.message import ALTERED, MAX_HEADERS, Number, Row
 from saf.received import READ, Received
 from saf.signing.signer import Algorithm, covered, read_headers, signed_bytes
-from saf.signing.verifier import ALTERED, Refusal, Trust, Verifier
+from saf.signing.verifier import Refusal, Trust, Verifier
 from tests.signing import ED25519, PRIVATE, PUBLIC, SECRET, hmac_key, signer
 
 
