@@ -283,7 +283,7 @@ class Received:
         self._origin = origin, signed_body
 
     def is_verified_like(self, other: Received) -> None:
-        """Take over what was verified of another form of this message."""
+        """Take over the verified senders of another form of this message."""
         self.is_signed_by(other.signed_by)
         if other._passed_on is not None:
             self.comes_from(*other._passed_on)

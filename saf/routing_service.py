@@ -262,7 +262,7 @@ class RoutingService(Loop):
         """Return the headers to send on; a signature becomes the origin, because the id differs."""
         headers = message.exact_headers
         kept = {n: value for n, value in headers.items() if n not in (SIGNATURE, ORIGIN)}
-        # another key is not what was signed
+        # the signature covers the key
         if is_signed(message) and to.key == message.key:
             sealed = envelope(message, headers, self.subscription)
             kept |= {} if sealed is None else {ORIGIN: sealed}

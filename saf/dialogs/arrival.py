@@ -331,7 +331,7 @@ def _checked(arrival: DialogArrival, reader: Reader, dialog: Dialog, message: Re
         if not message.is_there():
             raise ContractViolation(f"message {message.sequence}: fragments are missing")
         if message.signed_body is not None and message.sha256 != message.signed_body:
-            raise _OtherBody("its large body is not the one that its first sender has signed")
+            raise _OtherBody("its large body differs from the body that its first sender signed")
         arrival.assembled.append(message)
     if known is not None and known.reads:
         if message.size > DEFAULT_MAX_BYTES:

@@ -9,7 +9,7 @@ directions use the same look-up. An End or an Error ends both ends here, and the
 is deleted. Messages from one side after the other has ended are dropped, as they would be at that
 end; `pass_on` returns False, so that the caller can count them.
 
-The signature of a message travels inside the one that is passed on (`saf.signing.origin`), if the
+The signature of a message travels inside its successor (`saf.signing.origin`), if the dialog's
 first message was signed: the id of the second dialog is then derived from the id of the first. A
 large body is passed on in fragments of the same size, so that both dialogs number it alike.
 """

@@ -10,16 +10,16 @@ What stops a routing service, or anybody who has its messages, from using an env
 
 - *Its body, key, type and headers* are those of the message, not of the envelope. Exceptions are
   the headers that each pair of ends sets itself (`REPLACED`) and the text of an Error, which is
-  compared with the text that the routers have made of it.
+  compared with the original text and the routers' names.
 - *Its place* is derived. The id of a message that is sent on, or of the dialog that it is sent on
   in, is computed from the first one and the routers' names (`passed`). So an envelope fits one
   message, or one dialog, and there only the number that its sender has given it.
-- *Its routers* have to be known to the receiver (`Keys.redirected_from`), the first one as well as
-  the later ones of a chain.
+- *Its routers*: the receiver must name them all (`Keys.redirected_from`), also the later routers of
+  a chain.
 
 A large body travels in fragments of the same size, each with a signature of its own hop. The
 envelope is on the last one. The first sender has signed the hash of the whole body with it, and
-the receiver compares that with what it puts together (`saf.dialogs.arrival`).
+the receiver compares that hash with the body that it assembles (`saf.dialogs.arrival`).
 """
 
 from __future__ import annotations

@@ -124,14 +124,14 @@ MUTANTS: list[Mutant] = [
         f"{TESTS}::test_without_an_envelope_a_message_is_refused_though_its_router_signs_it",
     ),
     mutant(
-        "who listens in gets fragments that nobody has verified",
+        "a further subscription gets unverified fragments",
         VERIFIER,
         "part = assembles and is_fragment(message, headers)",
         "part = is_fragment(message, headers)",
         LISTENING,
     ),
     mutant(
-        "the key of a routing service does not speak for what it passes on",
+        "the key of a routing service does not speak for its messages",
         VERIFIER,
         "speakers = {message.from_service, *(origin.routers[-1:] if origin else ())}",
         "speakers = {message.from_service}",
@@ -173,7 +173,7 @@ MUTANTS: list[Mutant] = [
         LISTENING,
     ),
     mutant(
-        "a trace is added to what was signed",
+        "a trace is added to signed headers",
         PASSING,
         "exactly=sealed is not None,",
         "exactly=False,",
@@ -187,14 +187,14 @@ MUTANTS: list[Mutant] = [
         BOTH,
     ),
     mutant(
-        "dialogs that nobody has signed have ids that others can compute",
+        "unsigned dialogs have ids that others can compute",
         PASSING,
         '"conversation_id": derived if signed else uuid4(),',
         '"conversation_id": derived,',
         f"{TESTS}::test_what_nobody_has_signed_is_passed_on_as_ever",
     ),
     mutant(
-        "a large body is cut anew",
+        "a large body is cut again",
         PASSING,
         "fragment_bytes=fragment_bytes,",
         "fragment_bytes=FRAGMENT_BYTES,",
@@ -208,7 +208,7 @@ MUTANTS: list[Mutant] = [
         BOTH,
     ),
     mutant(
-        "a later router of a chain begins the envelope anew",
+        "a later router of a chain drops the envelope",
         ORIGIN,
         'return {**before, "by": [*routers, router]} if isinstance(routers, list) else None',
         "return None",
