@@ -24,7 +24,7 @@ from saf.dialogs.assembly import Assembled
 from saf.dialogs.dialog import FRAGMENT_BYTES, Dialog, open_dialog
 from saf.dialogs.facts import Facts
 from saf.dialogs.statements import END, ERROR, EXPIRE, TIMER
-from saf.errors import DialogEnded, DialogExpired, UnreadableBody
+from saf.errors import DialogEnded, DialogExpired, UnreadableBody, UnreadableHeaders
 from saf.message import DEFAULT_MAX_BYTES, HELLO, LINEAGE, ORIGIN, SIGNATURE, WHOLE, Exact
 from saf.signing.origin import envelope, is_signed, passed
 from saf.transaction import enter
@@ -158,7 +158,10 @@ def _sealed(
     """
     if not is_signed(message) or not _is_derived(dialog, other):
         return None, FRAGMENT_BYTES
-    headers = message.exact_headers
+    try:
+        headers = message.exact_headers
+    except UnreadableHeaders:
+        return None, FRAGMENT_BYTES
     fragments, fragment_bytes = 1, max(message.size, 1)
     if isinstance(message, Assembled):
         fragments, fragment_bytes = message.fragments, message.fragment_bytes or FRAGMENT_BYTES

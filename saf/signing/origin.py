@@ -58,6 +58,9 @@ MOST_ROUTERS = 16
 LONGEST_ERROR = 64 * 1024
 """Longest body of an Error that an envelope holds, in bytes."""
 
+APART_SECONDS = 3600
+"""Most that clocks may differ: each routing service computes the lifetime by its own clock."""
+
 INTEGER = re.compile(r"-?\d{1,20}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -280,7 +283,7 @@ def same_extent(first: object, now: object) -> bool:
 
 
 def same_beginning(first: object, now: object) -> bool:
-    """Return whether a dialog has the contract of the first, and no longer lifetime."""
+    """Return whether a dialog has the contract of the first, and about its lifetime at most."""
     if first is None or now is None:
         return first is now
     if not isinstance(first, dict) or not isinstance(now, dict):
@@ -291,7 +294,7 @@ def same_beginning(first: object, now: object) -> bool:
     if longest is None:
         return lifetime is None
     both = isinstance(longest, Number) and isinstance(lifetime, Number)
-    return both and Decimal(str(lifetime)) <= Decimal(str(longest))
+    return both and Decimal(str(lifetime)) <= Decimal(str(longest)) + APART_SECONDS
 
 
 def _of(kind: type[T], value: object) -> T:
