@@ -242,7 +242,7 @@ def test_a_chain_of_routing_services_passes_the_first_signature_on(hub: Hub, kin
         redirected_from=[DEPARTURES, "second"],
     )
     carry_all(DEPARTURES, "second")
-    assert at_ewr(hub, keys=saf.Keys(KEYS, redirected_from=[DEPARTURES])) == []
+    assert at_ewr(hub, keys=saf.Keys(dict(keys), redirected_from=[DEPARTURES])) == []
     with connect(hub.ewr) as connection:
         assert len(decide.retry(connection, DeadLetters(), "named now")) == 2
     heard = at_ewr(hub, answer if dialog else None, keys=keys)
