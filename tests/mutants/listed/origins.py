@@ -23,6 +23,7 @@ ERRORS = (
 )
 OF_SAF = f"{TESTS}::test_errors_of_saf_itself_are_taken_though_nobody_has_signed_them"
 LISTENING = f"{TESTS}::test_a_further_subscription_gets_no_fragment_that_it_cannot_verify"
+CLOSING = f"{TESTS}::test_an_end_that_its_router_says_closes_only_an_end_that_has_ended"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -220,6 +221,20 @@ MUTANTS: list[Mutant] = [
         "return kind == ERROR and (not more or _is_original(more, code))",
         "return kind == ERROR and not more",
         OF_SAF,
+    ),
+    mutant(
+        "an unsigned End of a router ends an open dialog",
+        "saf/dialogs/endpoints.py",
+        "WHERE c.ended_here",
+        "WHERE true",
+        CLOSING,
+    ),
+    mutant(
+        "an end stays open after its own End, behind a router",
+        "saf/receiving/delivery.py",
+        "        for message in hook().closing(raw, found):\n            del found[message]\n",
+        "        hook().closing(raw, found)\n",
+        CLOSING,
     ),
     mutant(
         "a key that the router has chosen passes for the sender's",
