@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmarks import (
     brokers,
+    capture,
     classifiers,
     cold,
     dispatch,
@@ -54,6 +55,7 @@ ALONE = {
     "dispatch": dispatch.run,
     "end_to_end": end_to_end.run,
     "held": held.run,
+    "capture": capture.run,
     "fair": fair.run,
     "idle": idle.run,
     "reading": reading.run,
@@ -69,6 +71,7 @@ LONG = (
     "waking",
     "held",
     "fair",
+    "capture",
 )
 """What a run has only if it is asked for."""
 PARTS = (

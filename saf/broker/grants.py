@@ -430,6 +430,12 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "held": {"SELECT": WHOLE, "UPDATE": ("due", "refused"), "DELETE": WHOLE},
             "schedule": {"SELECT": WHOLE},
             "schedule_run": {"SELECT": WHOLE},
+            # only the owner writes captures and runs backfills
+            "capture": {"SELECT": WHOLE},
+            "backfill": {
+                "SELECT": WHOLE,
+                "UPDATE": ("paused_at", "paused_by", "ended_at", "cancelled"),
+            },
             "sender": {"SELECT": WHOLE},
             "inbox": {"SELECT": WHOLE},
             "member": {"SELECT": WHOLE},

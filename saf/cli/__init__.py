@@ -22,6 +22,7 @@ from saf.cli import (
     apply,
     asyncapi,
     broker,
+    capture,
     dialog,
     doctor,
     endpoint,
@@ -121,6 +122,7 @@ app.add_typer(router.app, name="router", rich_help_panel=SET_UP)
 app.add_typer(router.transforms, name="transform", rich_help_panel=SET_UP)
 app.add_typer(endpoint.app, name="endpoint", rich_help_panel=SET_UP)
 app.add_typer(schedule.app, name="schedule", rich_help_panel=SET_UP)
+app.add_typer(capture.app, name="capture", rich_help_panel=SET_UP)
 app.add_typer(dialog.agreements, name="contract", rich_help_panel=SET_UP)
 app.add_typer(schema.sending, name="sender", rich_help_panel=SET_UP)
 app.command("apply", rich_help_panel=SET_UP)(apply.command)
@@ -133,6 +135,7 @@ app.command("dispatch", rich_help_panel=RUN)(endpoint.command)
 app.command("ui", rich_help_panel=RUN)(ui.command)
 app.command("metrics", rich_help_panel=RUN)(metrics.command)
 app.command("purge", rich_help_panel=RUN)(purge.command)
+app.add_typer(capture.backfills, name="backfill", rich_help_panel=RUN)
 app.add_typer(doctor.lakes, name="lake", rich_help_panel=RUN)
 if (demo := _demo()) is _no_demo:
     app.command("demo", context_settings=ANY_OPTIONS, rich_help_panel=RUN)(demo)

@@ -91,7 +91,7 @@ class Commands(typer.Typer):
     """A group of commands, whose arguments may be groups of options."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(cls=Panels, no_args_is_help=True, **options)
+        super().__init__(**{"cls": Panels, "no_args_is_help": True, **options})
 
     def command(self, *given: Any, **options: Any) -> Callable[[Callable[..., None]], Any]:
         """Add a command, as Typer does; return the function unchanged."""

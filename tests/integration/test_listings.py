@@ -30,6 +30,8 @@ SUBSCRIPTION = "everything-for-the-warehouse/goods-issue/with-serial-numbers"
 DESTINATIONS = [f"warehouse-of-the-north-{number}" for number in range(6)]
 ROLE = "https://roles.example.com/warehouse/goods-issue"
 NIGHTLY = "the-nightly-count-of-the-warehouse"
+CAPTURED = "orders_of_the_second_hall_since_2031"
+WHERE = "placed_at < '2031-01-01' AND hall = 'second'"
 NAME = "remind-of-the-goods-issue/4711/2031-000000815"
 KEY = "customer/4711/order/2031-000000815"
 ENDPOINT = "the-warehouse-of-a-partner"
@@ -97,6 +99,14 @@ def config(shared_broker: Callable[[str], Dsn], tmp_path_factory: pytest.TempPat
             (NIGHTLY, SERVICE, KEY, ROLE),
         )
         connection.execute(
+            "WITH c AS (INSERT INTO saf.capture (schema_name, table_name, to_service, "
+            "message_type, key, columns, primary_key, function_name, digest) "
+            "VALUES ('a_schema_of_the_application', %s, %s, 'x', 'k', '{k}', '{k}', 'f', '') "
+            "RETURNING capture_id) INSERT INTO saf.backfill (capture_id, condition, chunk_rows) "
+            "SELECT capture_id, %s, 1 FROM c",
+            (CAPTURED, SERVICE, WHERE),
+        )
+        connection.execute(
             "INSERT INTO saf.audit (action, message_ids, why) "
             "VALUES ('discard', ARRAY[%s::uuid], %s)",
             [HANDLE, ERROR],
@@ -120,6 +130,8 @@ FOUND = {("reconcile", 1), ("doctor", 1)}
 
 WHOLE = {
     ("held", "list"): [SERVICE, KEY, NAME, ROLE, "refused", "mom rejects messages"],
+    ("capture", "list"): [CAPTURED, SERVICE, "does not exist"],
+    ("backfill", "list"): [CAPTURED, "open", WHERE],
     ("schedule", "list"): [NIGHTLY, SERVICE, "0 2 * * *", "Europe/Berlin"],
     ("dialog", "list"): [HANDLE, SERVICE, "17: mom rejects messages"],
     ("dead", "list"): [SERVICE, KEY, "rejected", "mom rejects messages"],

@@ -38,7 +38,7 @@ from saf.errors import (
     SameBroker,
     Unavailable,
 )
-from saf.operating.doctor import broker, messages, server
+from saf.operating.doctor import broker, captures, messages, server
 from saf.operating.doctor import schedules as of_schedules
 from saf.operating.doctor.patient import LOGIN, REACHABLE, Check, Finding, Limits, Patient
 from saf.operating.places import Candidate, Listing, ask_all, memory, missing
@@ -88,6 +88,8 @@ BROKER: tuple[Check, ...] = (
     messages.dropped,
     messages.misaddressed,
     of_schedules.schedules,
+    captures.captures,
+    captures.backfills,
 )
 """Checks that need the schema."""
 

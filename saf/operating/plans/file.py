@@ -22,6 +22,11 @@
     service = "reports"
     cron = "0 2 * * *"
 
+    [brokers.shop.captures."public.orders"]  # a table's changes as messages
+    service = "billing"
+    key = "number"
+    columns = ["number", "total"]
+
     [brokers.shop.grants]
     shop_app = ["writer"]
 
@@ -56,7 +61,7 @@ from saf.broker.services import MOST_DELIVERIES
 from saf.config import ENCODING, Name, Settings, did_you_mean
 from saf.destinations.settings import Rate
 from saf.errors import ConfigurationError, UsageError
-from saf.operating.plans import schedules
+from saf.operating.plans import captures, schedules
 from saf.operating.plans.tables import CLASSES, TABLES, Entries, in_kinds, rights_of
 from saf.receiving.dispatch import stored
 from saf.routing import routers
@@ -201,6 +206,19 @@ class Schedule(_Table):
     """A body that is not text, instead."""
 
 
+class Capture(_Table):
+    """A table's changes as messages; see `saf.capture.stored.Declaration`."""
+
+    service: Name
+    key: str
+    columns: Annotated[tuple[str, ...], pydantic.Field(min_length=1)]
+    """All columns are written out: a plan says what it sends."""
+    when: str | None = None
+    from_service: Name | None = None
+    message_type: Name | None = None
+    """Beginning of the message types. Default: the table's name."""
+
+
 class BrokerPlan(_Table):
     """Plan of one broker; `saf.operating.plans.tables` has the same names."""
 
@@ -219,6 +237,8 @@ class BrokerPlan(_Table):
     routers: dict[Name, Router] = {}
     routes: tuple[Route, ...] = ()
     schedules: dict[Name, Schedule] = {}
+    captures: dict[str, Capture] = {}
+    """By table, with its schema."""
     grants: dict[str, Annotated[tuple[Kind, ...], pydantic.Field(min_length=1)]] = {}
     senders: tuple[Sender, ...] = ()
 
@@ -259,6 +279,11 @@ class BrokerPlan(_Table):
                 routers.check(router.as_configured(name))
             except UsageError as error:
                 raise ConfigurationError(f"routers.{name}: {error}") from None
+        if "captures" in found:
+            found["captures"] = {
+                (table,): captures.checked(table, values)
+                for (table,), values in found["captures"].items()
+            }
         if "routes" in found:
             found["routes"] = {
                 (service, broker and str(broker), destination): values

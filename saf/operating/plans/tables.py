@@ -35,7 +35,7 @@ from saf.database import fetch
 from saf.dialogs import contracts
 from saf.dialogs.contracts import message_types
 from saf.errors import ConfigurationError
-from saf.operating.plans import schedules
+from saf.operating.plans import captures, schedules
 from saf.receiving.dispatch import stored
 from saf.routing import routers, routes
 from saf.schedules import stored as stored_schedules
@@ -91,6 +91,8 @@ class Table:
     """Fields that count only when an entry is created, and are not compared later."""
     hidden: tuple[str, ...] = ()
     """Fields whose values are not shown."""
+    observed: tuple[str, ...] = ()
+    """Fields that are not in a file: how the broker should be follows from the others."""
 
     def entries(self, table: Any) -> Entries:
         """Return the entries of the file's table, by key.
@@ -114,6 +116,10 @@ class Table:
 
     def written(self, entries: Entries) -> Any:
         """Return the file's table for these entries; the inverse of `entries`."""
+        entries = {
+            key: {field: value for field, value in values.items() if field not in self.observed}
+            for key, values in entries.items()
+        }
         if len(self.key) > 1:
             return [dict(zip(self.key, key, strict=True)) | dict(v) for key, v in entries.items()]
         if self.names:
@@ -421,6 +427,15 @@ TABLES = (
         remove=lambda connection, key, _: stored_schedules.remove(connection, *key),
         changes=True,
         hidden=("body", "body_base64"),
+    ),
+    Table(
+        name="captures",
+        one="capture of",
+        listed=captures.listed,
+        create=captures.create,
+        remove=lambda connection, key, _: captures.remove(connection, key),
+        changes=True,
+        observed=("triggers",),
     ),
     Table(
         name="grants",

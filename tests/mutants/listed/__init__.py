@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from tests.mutants.listed import (
     awaited,
     broker,
+    capture,
     classifiers,
     destinations,
     dialogs,
@@ -49,6 +50,7 @@ PARTS: Mapping[str, Sequence[Mutant]] = {
     "awaited": awaited.MUTANTS,
     "broker": broker.MUTANTS,
     "classifiers": classifiers.MUTANTS,
+    "capture": capture.MUTANTS,
     "destinations": destinations.MUTANTS,
     "dialogs": dialogs.MUTANTS,
     "dispatch": dispatch.MUTANTS,
