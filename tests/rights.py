@@ -95,7 +95,7 @@ SOME = {
     "deliver_at expires_at",
     ("outbox", "s"): "message_id",
     ("held", "s"): "due refused",
-    ("backfill", "u"): "cancelled ended_at paused_at paused_by",
+    ("backfill", "u"): "paused_at paused_by ended_at cancelled",
     ("schedule", "s"): "name cron every anchor zone missed next_run paused refused version",
     ("held", "u"): "due refused",
     ("inbox", "s"): "txid id shard message_id",
