@@ -166,7 +166,7 @@ class Shape:
         >>> Shape(schema="public", table="Orders 1", to_service="s", from_service=None,
         ...     message_type="t", key="k", columns=("k",), condition=None, primary_key=("k",),
         ...     compared=("k",)).function
-        'capture_orders_1_db7c69'
+        'capture_orders_1_9a3e23'
         """
         readable = re.sub(r"[^a-z0-9]+", "_", self.table.lower())[:LONGEST_NAME]
         unique = hashlib.sha256(f"{self.schema}\0{self.table}".encode()).hexdigest()[:6]
