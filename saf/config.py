@@ -16,6 +16,12 @@
     [endpoints.billing]                  # where `saf dispatch` sends what services have received
     url = "https://billing.example.com/hooks"
 
+    [sources.payments]                   # a topic of another broker, read into an inbox
+    kind = "redis"                       # see `saf.sources.kinds`
+    server = "redis://redis.example.com:6379/0"
+    topic = "payments"
+    service = "billing"
+
 Fleets list many similar sources; see `saf.operating.places`:
 
     [fleets.tenants]                     # brokers tenants/tenant_1, tenants/tenant_2, …
@@ -76,6 +82,9 @@ from saf.routing.routes import Configured, ConfiguredRouter, Declared
 from saf.signing.settings import Signing, VerifyingKey
 from saf.signing.signer import Signer
 from saf.signing.verifier import Keys
+from saf.sources.kinds import AnySource
+from saf.sources.kinds import settings_of as source_of
+from saf.sources.settings import SourceSettings
 
 DEFAULT_FILE = Path("saf.toml")
 ENCODING = "utf-8-sig"
@@ -388,6 +397,7 @@ class Settings(_Sources):
     brokers: dict[Name, Broker] = Field(default_factory=dict)
     fleets: dict[Name, Fleet] = Field(default_factory=dict)
     destinations: dict[Name, AnyDestination] = Field(default_factory=dict)
+    sources: dict[Name, AnySource] = Field(default_factory=dict)
     routes: tuple[Route, ...] = ()
     topics: dict[Name, Topic] = Field(default_factory=dict)
     routers: dict[Name, Router] = Field(default_factory=dict)
@@ -426,10 +436,19 @@ class Settings(_Sources):
     ) -> dict[str, DestinationSettings]:
         return {name: settings.bounded(_bounds(info)) for name, settings in destinations.items()}
 
+    @pydantic.field_validator("sources")
+    @classmethod
+    def _are_bounded_three(
+        cls, sources: dict[str, SourceSettings], info: pydantic.ValidationInfo
+    ) -> dict[str, SourceSettings]:
+        return {name: settings.bounded(_bounds(info)) for name, settings in sources.items()}
+
     @pydantic.model_validator(mode="after")
     def _has_sources_with_names_of_their_own(self) -> Settings:
-        if not self.brokers and not self.fleets:
-            raise ValueError("no [brokers.NAME] and no [fleets.NAME]: nothing to forward")
+        if not self.brokers and not self.fleets and not self.sources:
+            raise ValueError(
+                "no [brokers.NAME], no [fleets.NAME] and no [sources.NAME]: nothing to forward"
+            )
         for name in self.fleets:
             if "/" in name:
                 raise ValueError(f"fleets.{name}: a fleet's name must not contain '/'")
@@ -508,6 +527,31 @@ class Settings(_Sources):
                     f"with an inbox{did_you_mean(endpoint.broker, brokers)}"
                 )
         return self
+
+    @pydantic.model_validator(mode="after")
+    def _sources_have_an_inbox(self) -> Settings:
+        brokers = [name for name, place in self.destinations.items() if place.broker() is not None]
+        for name, source in self.sources.items():
+            if source.into is None and len(brokers) != 1:
+                raise ValueError(
+                    f"sources.{name}: which inbox stores its messages? Set into = "
+                    f"{' or '.join(map(repr, brokers)) or 'a destination that is a broker'}"
+                )
+            if source.into is not None and source.into not in brokers:
+                raise ValueError(
+                    f"sources.{name}.into is {source.into!r}, which is not a destination with an "
+                    f"inbox{did_you_mean(source.into, brokers)}"
+                )
+        return self
+
+    def inbox_for(self, source: str) -> tuple[str, Dsn]:
+        """Return the destination whose inbox stores the messages of a source, and its database."""
+        into = self.sources[source].into
+        for name, place in self.destinations.items():
+            dsn = place.broker()
+            if dsn is not None and into in (None, name):
+                return name, dsn
+        raise ConfigurationError(f"sources.{source} has no inbox")
 
     def inbox_of(self, endpoint: Endpoint) -> Dsn:
         """Return the database whose inbox has the messages of an endpoint."""
@@ -737,6 +781,8 @@ def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:
     if table[:1] == ["destinations"]:
         kind = tables.get("destinations", {}).get(table[1], {}).get("kind", DEFAULT)
         return list(settings_of(kind).model_fields)
+    if table[:1] == ["sources"]:
+        return list(source_of(tables.get("sources", {}).get(table[1], {})["kind"]).model_fields)
     return list((models[table[0]] if table else Settings).model_fields)
 
 

@@ -55,6 +55,11 @@
     ├── NotVerified               a webhook's signature is wrong or too old
     ├── Ahead                     a destination knows more of a source than the source itself
     ├── Behind                    a destination knows less of a source than it has acknowledged
+    ├── SourceRefused             a source must not be read on: run ``saf source continue``
+    │   ├── SourceSetBack         its topic ends before messages that were read
+    │   ├── TopicMadeAgain        its topic was deleted, and maybe made again
+    │   ├── RetentionPassed       its topic has lost messages before they were read
+    │   └── SourceChanged         saf.toml names another topic for it
     ├── StagedLost                messages that a Spark job has staged are gone
     ├── StreamSetBack             a database knows less of a stream than the stream's checkpoint
     ├── StreamTakenOver           a newer Spark query reads with a stream's subscription
@@ -867,6 +872,80 @@ class Behind(SafError):
         self.shards = shards
         self.since = since
         self.lower = lower
+
+
+class SourceRefused(SafError):
+    """A source must not be read on as it is, so nothing of it is read until an operator decides."""
+
+    exit_code = 2
+    needs_operator = True
+
+    def __init__(self, name: str, problem: str, way_out: str) -> None:
+        where = shlex.quote(name)
+        super().__init__(
+            f"source {name!r}: {problem}. Nothing is read: {way_out}, then run `saf source "
+            f"continue {where} --from earliest`, or `--from latest` to skip what the topic has now"
+        )
+        self.name = name
+
+
+class SourceSetBack(SourceRefused):
+    """A topic ends before messages that were read: it was restored, or a failover lost some."""
+
+    def __init__(
+        self, name: str, topic: str, shard: int, mark: tuple[int, int], last: tuple[int, int]
+    ) -> None:
+        super().__init__(
+            name,
+            f"topic {topic!r} was set back: shard {shard} was read up to {placed(mark)}, and ends "
+            f"at {placed(last)}",
+            "find out what its broker has lost",
+        )
+        self.shard = shard
+
+
+class TopicMadeAgain(SourceRefused):
+    """A topic was deleted, and maybe made again."""
+
+    def __init__(self, name: str, topic: str, how: str) -> None:
+        super().__init__(
+            name, f"topic {topic!r} was deleted or made again: {how}", "make sure that it is right"
+        )
+
+
+class RetentionPassed(SourceRefused):
+    """A topic has lost messages before they were read, because it keeps them for too short."""
+
+    def __init__(self, name: str, topic: str, shard: int, messages: int) -> None:
+        super().__init__(
+            name,
+            f"topic {topic!r} no longer has {messages:,} messages of shard {shard} that were not "
+            "read yet: they were deleted, or its retention is too short",
+            "let the topic keep messages for longer",
+        )
+        self.shard = shard
+        self.messages = messages
+
+
+class SourceChanged(SourceRefused):
+    """The settings name another topic than the one that was read under this name."""
+
+    def __init__(self, name: str, before: str, now: str) -> None:
+        super().__init__(
+            name,
+            f"it read {before} before, and saf.toml names {now} now",
+            "give the new topic a table [sources.NAME] of its own, or if this one replaces it",
+        )
+
+
+def placed(position: tuple[int, int]) -> str:
+    """Return a position as its broker writes it.
+
+    >>> placed((0, 7)), placed((1760000000000, 7))
+    ('7', '1760000000000-7')
+    """
+    first, second = position
+    return f"{first}-{second}" if first else str(second)
 
 
 class StagedLost(SafError):

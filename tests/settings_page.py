@@ -25,6 +25,8 @@ from saf.config import Settings, Waits
 from saf.database import Dsn
 from saf.database.bounds import Bounds
 from saf.destinations.kinds import DEFAULT, OURS, settings_of
+from saf.sources.kinds import OURS as SOURCES
+from saf.sources.kinds import settings_of as source_of
 from tests.docstrings import attribute_docstrings, markdown, one_line
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "settings.md"
@@ -304,6 +306,57 @@ disable_after_seconds = 432000.0
 [dispatch]
 networks = ["10.1.0.0/16"]
 
+[sources.payments]
+kind = "redis"
+server = "rediss://redis.example.com:6379/0"
+topic = "payments"
+service = "billing"
+into = "mom"
+named_services = false
+key_header = "order"
+start = "earliest"
+chunk_rows = 10000
+username = "saf"
+password = "${REDIS_PASSWORD}"
+ca_file = "/etc/ssl/redis-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+body_field = "body"
+
+[sources.orders]
+kind = "kafka"
+brokers = "kafka-1.example.com:9093,kafka-2.example.com:9093"
+topic = "orders"
+service = "shipping"
+into = "mom"
+named_services = true
+key_header = "order"
+start = "latest"
+chunk_rows = 20000
+security_protocol = "SASL_SSL"
+sasl_mechanism = "SCRAM-SHA-512"
+username = "saf"
+password = "${KAFKA_PASSWORD}"
+ca_file = "/etc/ssl/kafka-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+key_password = "${KAFKA_KEY_PASSWORD}"
+
+[sources.refunds]
+kind = "kafka"
+brokers = "kafka-1.example.com:9093"
+topic = "refunds"
+service = "billing"
+into = "mom"
+security_protocol = "SASL_SSL"
+sasl_mechanism = "OAUTHBEARER"
+sasl_oauthbearer_token_endpoint_url = "${TOKEN_ENDPOINT}"
+sasl_oauthbearer_client_id = "saf"
+sasl_oauthbearer_client_secret = "${CLIENT_SECRET}"
+sasl_oauthbearer_scope = "kafka"
+sasl_oauthbearer_extensions = "logicalCluster=lkc-1"
+https_ca_file = "/etc/ssl/login-ca.pem"
+
 [endpoints.orders]
 url = "https://orders.example.com/hooks"
 token_url = "https://login.example.com/oauth/token"
@@ -416,6 +469,10 @@ def tables() -> Iterator[Table]:
                 title = f"[destinations.NAME], kind {kind!r}"
                 title += ", the default" if kind == DEFAULT else ""
                 yield Table(name=name, header="[destinations.NAME]", model=model, title=title)
+        elif name == "sources":
+            for kind in SOURCES:
+                title = f"[sources.NAME], kind {kind!r}"
+                yield Table(name=name, header="[sources.NAME]", model=source_of(kind), title=title)
         elif origin is dict:
             header = f"[{name}.NAME]"
             yield Table(name=name, header=header, model=arguments[1], title=header)
@@ -519,7 +576,7 @@ def missing() -> Iterator[str]:
             found = there
         else:
             found = list(there.values()) if table.header.endswith(".NAME]") else [there]
-        if table.name == "destinations":
+        if table.name in ("destinations", "sources"):
             kind = table.model.model_fields["kind"].default
             found = [one for one in found if one["kind"] == kind]
         keys = {key for one in found for key in one} | instead

@@ -325,6 +325,26 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 ),
             },
             "acknowledged": ACKNOWLEDGING,
+            # topics that are read into the inbox
+            "source": {
+                "SELECT": WHOLE,
+                "INSERT": ("name", "kind", "topic", "topic_id"),
+                "UPDATE": ("topic_id",),
+            },
+            "source_member": {
+                "SELECT": WHOLE,
+                "INSERT": ("member_id", "source", "name", "lease_until"),
+                "UPDATE": ("lease_until",),
+                "DELETE": WHOLE,
+            },
+            "source_shard": {
+                "SELECT": WHOLE,
+                "INSERT": ("source", "shard", "start_batch", "start_position", "added"),
+                "UPDATE": (
+                    *("owner", "epoch", "start_batch", "start_position", "added", "pending"),
+                    "looked_at",
+                ),
+            },
             "taken_out": {"SELECT": WHOLE},
             "allotment": ALLOTTING,
             "fleet_member": {
@@ -440,6 +460,18 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "inbox": {"SELECT": WHOLE},
             "member": {"SELECT": WHOLE},
             "watermark": {"SELECT": WHOLE},
+            # to let a source continue from another place; locking a row needs an UPDATE right
+            "source": {
+                "SELECT": WHOLE,
+                "INSERT": ("name", "kind", "topic", "topic_id"),
+                "UPDATE": ("topic_id",),
+                "DELETE": WHOLE,
+            },
+            "source_member": {"SELECT": WHOLE},
+            "source_shard": {
+                "SELECT": WHOLE,
+                "INSERT": ("source", "shard", "start_batch", "start_position", "added"),
+            },
             # to repair a destination that was set back
             "acknowledged": {**ACKNOWLEDGING, "DELETE": WHOLE},
             "broker": {"UPDATE": ("incarnation",)},

@@ -39,6 +39,7 @@ from saf.cli import (
     schema,
     service,
     set_aside,
+    source,
     status,
     ui,
     worker,
@@ -151,6 +152,7 @@ app.add_typer(dialog.app, name="dialog", rich_help_panel=LOOK)
 app.add_typer(broker.app, name="broker", rich_help_panel=LOOK)
 app.add_typer(broker.fleets, name="fleet", rich_help_panel=LOOK)
 app.add_typer(doctor.destinations, name="destination", rich_help_panel=LOOK)
+app.add_typer(source.app, name="source", rich_help_panel=LOOK)
 
 app.add_typer(held.app, name="held", rich_help_panel=DECIDE)
 app.add_typer(set_aside.parking, name="parked", rich_help_panel=DECIDE)

@@ -217,7 +217,8 @@ def run(
 
 def _does(settings: Settings) -> str:
     """Return what a loop does, for its first line."""
-    sources = listed([*settings.brokers, *(f"fleet {name}" for name in settings.fleets)], "source")
+    fleets = [f"fleet {name}" for name in settings.fleets]
+    sources = listed([*settings.brokers, *fleets, *settings.sources], "source")
     return f"forwards from {sources} to {listed(settings.destinations, 'destination')}"
 
 
@@ -268,9 +269,11 @@ def show(summary: Summary, *, as_json: bool) -> None:
 def _in_words(summary: Summary) -> str:
     """Return what a run did; empty if it only failed, which its problems say."""
     where = ", ".join(f"{name}: {count:,}" for name, count in summary.by_destination.items())
+    by_source = ", ".join(f"{name}: {count:,}" for name, count in summary.by_source.items())
     forwarded = f"forwarded {counted(summary.forwarded, 'message')} in {summary.seconds:.1f} s"
     parts = [
         forwarded + (f" ({where})" if where else ""),
+        f"received {counted(summary.received, 'message')} ({by_source})" if by_source else "",
         f"{summary.dropped:,} dropped as delivered before" if summary.dropped else "",
         f"{summary.left_out:,} left out by transforms" if summary.left_out else "",
         f"{summary.parked:,} parked" if summary.parked else "",
@@ -279,9 +282,9 @@ def _in_words(summary: Summary) -> str:
         f"{summary.locked:,} due, but locked (see `saf doctor`)" if summary.locked else "",
         "stopped on request" if summary.stopped else "",
     ]
-    if summary.exit_code and not summary.forwarded:
+    if (summary.exit_code or summary.received) and not summary.forwarded:
         parts[0] = ""
-    elif summary.idle and not summary.problems:
+    elif summary.idle and not (summary.problems or summary.received):
         parts[:-1] = ["nothing to do: other forwarders hold all shards"]
     return ", ".join(filter(None, parts))
 

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from saf.cli import set_aside
+from saf.cli import set_aside, source
 from saf.cli.brokers import AsJson, Brokers, Everywhere
-from saf.cli.console import Table, echo
+from saf.cli.console import Table, complain, echo
 from saf.errors import UsageError, in_words, ranges
 from saf.log.backlog import Shard
 from saf.operating.held import HeldCounts
@@ -38,6 +38,8 @@ def status(
     owns shards only while it runs. `saf inbox status` shows the stores.
     """
     known = round_.visit("status", lambda connection: broker_status(connection, SHOWN))
+    sources, failed = source.statuses(round_.settings)
+    codes = [error.exit_code for error in failed.values()]
 
     def show() -> None:
         OVERVIEW.show({name: [status] for name, status in known.items()})
@@ -49,11 +51,15 @@ def status(
         STREAMS.show_any({name: status.streams for name, status in known.items()})
         if shards:
             BY_SHARD.show({name: status.shards for name, status in known.items()})
+        source.show(sources)
+        for error in failed.values():
+            complain(str(error))
         if known and round_.others:
             echo(f"Not shown: {named(round_.others)}. `saf inbox status` shows the stores.")
 
     brokers = [{"broker": name, **status.as_dict(shards=shards)} for name, status in known.items()]
-    round_.report({"brokers": brokers}, show, as_json=as_json)
+    answer = {"brokers": brokers, "sources": [found.as_dict() for found in sources]}
+    round_.report(answer, show, as_json=as_json, found=max(codes, default=0))
 
 
 OVERVIEW = Table[BrokerStatus](

@@ -111,6 +111,21 @@ class Guarantee:
     """Missing guarantees, each with the setting that would provide it."""
 
 
+def refuse_shown_secrets(cls: type[BaseModel]) -> None:
+    """Raise if a class of settings has a field that may show a secret.
+
+    Raises:
+        TypeError: names the field.
+    """
+    for name, field in cls.model_fields.items():
+        types = set(get_args(field.annotation) or [field.annotation]) - {type(None)}
+        if MAY_HOLD_A_SECRET.search(name) and not types <= {pydantic.SecretStr, Dsn}:
+            raise TypeError(
+                f"{cls.__name__}.{name} may hold a secret, which would be shown: make it a "
+                "pydantic.SecretStr, or a saf.database.Dsn"
+            )
+
+
 class DestinationSettings(BaseModel):
     """Address and use of a destination, and how to open it."""
 
@@ -135,13 +150,7 @@ class DestinationSettings(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Reject a field that may show a secret."""
-        for name, field in cls.model_fields.items():
-            types = set(get_args(field.annotation) or [field.annotation]) - {type(None)}
-            if MAY_HOLD_A_SECRET.search(name) and not types <= {pydantic.SecretStr, Dsn}:
-                raise TypeError(
-                    f"{cls.__name__}.{name} may hold a secret, which would be shown: make it a "
-                    "pydantic.SecretStr, or a saf.database.Dsn"
-                )
+        refuse_shown_secrets(cls)
 
     @pydantic.field_validator("quality", mode="before")
     @classmethod

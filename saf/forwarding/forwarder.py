@@ -33,6 +33,7 @@ from saf.forwarding.broker import Here, SourceBroker
 from saf.forwarding.purging import Purging
 from saf.forwarding.roster import Roster
 from saf.forwarding.runner import BEGIN_SECONDS, SILENT_LEASES, Runner, Vigil
+from saf.forwarding.sources import Sources
 from saf.forwarding.summary import Meter, Progress, Summary
 from saf.forwarding.surveys import plan, surveyed, tasks_within
 from saf.setaside.backoff import SHOWN
@@ -110,6 +111,8 @@ class Forwarder:
             ),
         )
         self.purging = Purging(settings.purge)
+        self.sources = Sources(settings)
+        self._fleets = bool(settings.fleets)
         self._failed_job: JobFailed | None = None
         """This cycle's job if it failed; `_failed_at` has the brokers that it was for."""
         self._failed_at: set[str] = set()
@@ -129,6 +132,7 @@ class Forwarder:
         """
         started = time.monotonic()
         failed_jobs = 0
+        self.sources.start(once=True)
         try:
             while not self._stop:
                 before = self.summary.forwarded
@@ -158,6 +162,8 @@ class Forwarder:
             if not self._stop:
                 self.purging.start(self.roster.well())
             self._finish_purges()
+            self.sources.finish(lambda: self._stop)
+            self._note_arrived()
         finally:
             self._leave()
         self.summary.seconds = time.monotonic() - started
@@ -172,6 +178,7 @@ class Forwarder:
         whole = Summary()
         started = time.monotonic()
         self.roster.once = False
+        self.sources.start(once=False)
         try:
             while not self._stop:
                 self.summary = Summary()
@@ -184,15 +191,17 @@ class Forwarder:
                     worked = False
                 self._note_failed_job()
                 self._note_waiting()
+                failed = bool(self.summary.problems)  # a source's problem delays no outbox
+                worked |= self._note_arrived()
                 self.summary.seconds = time.monotonic() - began
                 if worked or self.summary.problems or self.summary.refused:
                     report(self.summary)
                 whole.add(self.summary)
                 if not self._stop:
                     self.purging.start(self.roster.well())
-                if worked or self.roster.all_well:
+                if worked or self.roster.all_well or not (self.roster.brokers or self._fleets):
                     self.beat(worked)
-                if self.summary.problems:
+                if failed:
                     self._pause(self.options.interval_seconds)
                 elif not worked:
                     self._pause(self.roster.rest_seconds)
@@ -573,11 +582,25 @@ class Forwarder:
             self.summary.problems.append(problem)
             summary.problem(broker, kind)
 
+    def _note_arrived(self) -> bool:
+        """Add what was read from sources to the summary; return whether there was any."""
+        arrived = self.sources.take()
+        self.summary.received += sum(arrived.messages.values())
+        self.summary.dropped += arrived.dropped
+        self.summary.dead += arrived.dead
+        for name, messages in arrived.messages.items():
+            self.summary.by_source[name] = self.summary.by_source.get(name, 0) + messages
+        for name, error in arrived.problems.items():
+            self._problem(f"source {name}", error)
+        return arrived.any
+
     def _finish_purges(self) -> None:
         self.roster.leave()  # to archive may take minutes, in which another run can forward
         self.purging.finish(lambda: self._stop)
 
     def _leave(self) -> None:
+        self.sources.stop()
+        self.sources.finish(lambda: self._stop)
         self._background.dismiss()
         self.purging.dismiss()
         self.roster.leave()

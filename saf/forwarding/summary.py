@@ -71,6 +71,9 @@ class Summary:
     by_service: dict[str, dict[str, int]] = field(default_factory=dict)
     """By destination, messages by service that it has now: ``forwarded`` and ``dropped`` ones. So
     messages that a killed run had stored, without reporting them, are reported by the next run."""
+    received: int = 0
+    """Messages of sources that were stored in inboxes."""
+    by_source: dict[str, int] = field(default_factory=dict)
     batches: int = 0
     cycles: int = 0
     seconds: float = 0.0
@@ -109,6 +112,7 @@ class Summary:
         self.dead += cycle.dead
         self.refused += cycle.refused
         self.locked = cycle.locked
+        self.received += cycle.received
         self.batches += cycle.batches
         self.cycles += cycle.cycles
         for name, messages in cycle.early.items():
@@ -116,6 +120,7 @@ class Summary:
         for own, others in (
             (self.by_broker, cycle.by_broker),
             (self.by_destination, cycle.by_destination),
+            (self.by_source, cycle.by_source),
         ):
             for name, messages in others.items():
                 own[name] = own.get(name, 0) + messages

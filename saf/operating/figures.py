@@ -114,6 +114,10 @@ FROM (SELECT name AS endpoint, subscription_id FROM saf.endpoint
 LEFT JOIN saf.breaker b USING (subscription_id)
 ORDER BY 1
 """
+SOURCES = """
+SELECT s.name, coalesce(sum(h.pending), 0)::float
+FROM saf.source s LEFT JOIN saf.source_shard h USING (source) GROUP BY s.name
+"""
 STATES = ("closed", "open", "disabled", "paused")
 CONDITIONS = ("up", "down", "waiting", "paused")
 
@@ -215,6 +219,8 @@ def _figures(
         if log == "inbox":
             yield _sample(m.PAUSED, paused, broker, subscription)
     yield from _set_aside(connection, broker)
+    for source, pending in fetch(connection, SOURCES):
+        yield _sample(m.SOURCE_PENDING, pending, broker, source)
     query = sql.SQL(USED).format(logs=sql.Literal([*AGE_COLUMN]), slots=sql.Literal(SLOTS))
     for log, used in fetch(connection, query):
         yield _sample(m.SLOTS, used, broker, log)

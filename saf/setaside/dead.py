@@ -23,7 +23,7 @@ from saf.message import ALTERED, MAX_BODY, UNKNOWN_KEY, UNSIGNED
 
 REASONS = (
     *("rejected", "expired", "over_size", "unavailable", "failed", "unresolved", "no_dialog"),
-    *(UNSIGNED, UNKNOWN_KEY, ALTERED),
+    *(UNSIGNED, UNKNOWN_KEY, ALTERED, "undecodable"),
 )
 BECAUSE: Mapping[str, str] = MappingProxyType(
     {
@@ -33,6 +33,7 @@ BECAUSE: Mapping[str, str] = MappingProxyType(
         "failed": "handler failed",
         "unresolved": "router failed",
         "no_dialog": "no such dialog",
+        "undecodable": "not readable at its source",
         UNKNOWN_KEY: "signed by an unknown key",
     }
 )

@@ -128,6 +128,11 @@ def _histogram(
 
 # Reported by a broker's database
 
+SOURCE_PENDING = _gauge(
+    "saf_source_pending_messages",
+    "broker source",
+    "Messages of a source that the inbox does not have yet, when a forwarder last looked.",
+)
 UP = _gauge("saf_up", "broker", "1 if the broker answered all queries, else 0.")
 READ_SECONDS = _gauge("saf_read_seconds", "broker", "Duration of the broker's queries.")
 PENDING = _gauge(
@@ -274,6 +279,18 @@ REPEATED = _counter(
     "broker destination",
     "Messages that were sent again after a crash or a lost answer, and that the destination "
     "dropped.",
+)
+SOURCE_MESSAGES = _counter(
+    "saf_source_messages_total",
+    "forwarder",
+    "source",
+    "Messages of a source, such as a topic of Redis, that were stored in an inbox.",
+)
+SOURCE_DEAD = _counter(
+    "saf_source_dead_letters_total",
+    "forwarder",
+    "source",
+    "Records of a source that no inbox takes, and that became dead letters.",
 )
 DELIVERED = _counter(
     "saf_delivered_messages_total",

@@ -130,8 +130,9 @@ def test_the_engine_knows_neither_those_who_drive_it_nor_spark() -> None:
 def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
     """But for what makes settings, or databases, by itself: the registry, the test kit.
 
-    The other end of the kind ``https`` stores as the kind ``postgresql`` does, and a stream of
-    Spark appends to tables as the kind ``delta`` does.
+    A source stores as the kind ``postgresql`` does, and uses the client of its own kind. The other
+    end of the kind ``https`` stores as the kind ``postgresql`` does, and a stream of Spark appends
+    to tables as the kind ``delta`` does.
     """
     for kind in OURS:
         folder = f"saf.destinations.{kind}"
@@ -142,7 +143,8 @@ def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
             for one in imports(tree, for_types=True)
             if one.startswith(folder)
         }
-        assert knows <= {"cli", "spark", "testing", "webhooks"}, kind
+        assert knows <= {"cli", "sources", "spark", "testing", "webhooks"}, kind
+        assert "sources" not in knows or kind in ("kafka", "postgresql", "redis")
         assert "spark" not in knows or kind == "delta"
         assert "webhooks" not in knows or kind in ("https", "postgresql")
     by_hand = [n for n, t in modules().items() if "saf.destinations.postgresql" in imports(t)]

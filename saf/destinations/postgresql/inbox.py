@@ -166,9 +166,7 @@ class PostgresInbox:
             self._move_watermarks(cursor, chunk, epochs, marks, moved)
             if rows.num_rows and not (brokers or unknown):
                 self._of_rows = True
-                cursor.adbc_ingest(
-                    "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
-                )
+                self._insert(cursor, chunk, rows)
             fail_point("mom_insert")
         fail_point("mom_commit")
         if brokers:
@@ -189,6 +187,12 @@ class PostgresInbox:
         connection, self._connection = self._connection, None
         if connection is not None:
             connections.put(self.keep, "deliver", self.dsn, connection)
+
+    def _insert(self, cursor: bulk.BulkCursor, chunk: Chunk, rows: pa.Table) -> None:
+        """Insert those rows of a chunk that are not stored yet, in the transaction of its marks."""
+        cursor.adbc_ingest(
+            "inbox", inbox_rows(rows, chunk.source), mode="append", db_schema_name="saf"
+        )
 
     def _lock_watermarks(
         self, cursor: bulk.BulkCursor, chunk: Chunk

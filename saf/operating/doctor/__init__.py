@@ -38,6 +38,7 @@ from saf.errors import (
     SameBroker,
     Unavailable,
 )
+from saf.operating import sources
 from saf.operating.doctor import broker, captures, messages, server
 from saf.operating.doctor import schedules as of_schedules
 from saf.operating.doctor.patient import LOGIN, REACHABLE, Check, Finding, Limits, Patient
@@ -145,7 +146,8 @@ def examine(
             (patient.where, patient.name, item) for patient in patients for item in _place(patient)
         ]
     fleets = [*_fleets(config, limits, clock, places, watch)]
-    return [*found, *_elsewhere(config, watch), *fleets, *_copies(places)]
+    elsewhere = [*_elsewhere(config, watch), *_sources(config, watch)]
+    return [*found, *elsewhere, *fleets, *_copies(places)]
 
 
 def _of_source(config: Settings) -> tuple[Check, ...]:
@@ -193,6 +195,32 @@ def _elsewhere(config: Settings, watch: Callable[[str], object]) -> Iterator[Fin
             yield Finding(check="destination", where=where, severity="error", what=what, cure=to_do)
         for what, to_do in more:
             yield Finding(check="promise", where=where, severity="warning", what=what, cure=to_do)
+
+
+def _sources(config: Settings, watch: Callable[[str], object]) -> Iterator[Finding]:
+    """Yield findings about sources: their brokers, and what their topics have lost."""
+    for name in config.sources:
+        where = f"source {name!r}"
+        watch(where)
+        try:
+            problems = [*sources.examine(config, name)]
+        except Refused as error:
+            yield Finding(
+                check=LOGIN, where=where, severity="error", what=error.reason, cure=error.cure
+            )
+            continue
+        except Unavailable as error:
+            to_do = f"make it reachable, or correct [sources.{name}] in saf.toml; messages wait"
+            yield _unreachable(where, error.reason, to_do)
+            continue
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            to_do = "fix the cause; until then its messages wait at their broker"
+            yield Finding(check="source", where=where, severity="error", what=reason, cure=to_do)
+            continue
+        yield Finding(check=REACHABLE, where=where, severity="ok")
+        for what, to_do in problems:
+            yield Finding(check="source", where=where, severity="error", what=what, cure=to_do)
 
 
 def _missing(config: Settings, listing: Listing) -> Iterator[Finding]:

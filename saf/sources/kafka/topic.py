@@ -1,0 +1,230 @@
+"""A topic of a Kafka cluster as a source.
+
+A position is ``(0, offset + 1)``, with the offset of the next record. Some offsets have no record
+for readers: ends of transactions, aborted and compacted records. So `saf.sources.judging` counts
+offsets instead of records. Each partition has a consumer of its own, which continues where it
+stopped: assigning it anew would discard what it has fetched.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from saf.destinations.kafka.client import HARMLESS, Voices, settings_of, translated
+from saf.errors import Unavailable
+from saf.sources import BEGINNING, MOST_BYTES, Extent, Position, Record, Records
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from saf.sources.kafka import Kafka
+
+AT_ONCE = 1_000
+"""Most records to take from a consumer in one call."""
+CONSUMERS = 16
+"""Consumers to keep; with more partitions, they take turns."""
+AT_END_SECONDS = 0.2
+"""Time to wait for a record at an end that was reported before, in seconds."""
+QUEUED_KILOBYTES = 32_768
+"""Most data that a consumer fetches ahead."""
+UNKNOWN = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC,
+                     KafkaError._UNKNOWN_PARTITION})  # fmt: skip
+OUT_OF_RANGE = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})
+EMPTY = Extent(last=BEGINNING, first=None, added=0, removed=0, exists=False)
+
+
+class Topic:
+    """A topic as a `saf.sources.Source`."""
+
+    prefix = "ce_"
+
+    def __init__(self, name: str, settings: Kafka) -> None:
+        self.what = f"source {name!r}"
+        self.settings = settings
+        self._destination = settings.as_destination()
+        self._voices = Voices()
+        self._admin: AdminClient | None = None
+        self._consumers: dict[int, Consumer] = {}
+        self._next: dict[int, Position] = {}
+        """Position at which each consumer continues."""
+        self._ended: set[int] = set()
+        """Partitions at whose end the consumer is. It reports an end only once."""
+
+    def connect(self) -> None:
+        """Connect, if not connected yet."""
+        if self._admin is None:
+            with self._errors():
+                self._admin = AdminClient(settings_of(self._destination, self._voices))
+                self.partitions()
+
+    def topic_id(self) -> str | None:
+        """Return the topic's id; None before Kafka 3.1, and if the topic does not exist."""
+        from confluent_kafka import TopicCollection
+
+        self.connect()
+        admin: Any = self._admin
+        topics = TopicCollection([self.settings.topic])
+        seconds = self.settings.bounds.statement_seconds
+        try:
+            (answer,) = admin.describe_topics(topics, request_timeout=seconds).values()
+            topic_id = str(answer.result().topic_id)
+        except KafkaException as error:
+            if error.args[0].code() in UNKNOWN:
+                return None
+            raise self._translated(error) from None
+        return topic_id if topic_id.strip("A") else None
+
+    def partitions(self) -> int:
+        """Return the number of partitions; 0 if the topic does not exist."""
+        admin = self._admin
+        assert admin is not None  # noqa: S101 - connected
+        topic = self.settings.topic
+        with self._errors():
+            found = self._voices.patiently(
+                admin,
+                lambda seconds: admin.list_topics(topic, timeout=seconds),
+                self.settings.bounds.statement_seconds,
+            ).topics[topic]
+        if found.error is not None:
+            if found.error.code() in UNKNOWN:
+                return 0
+            raise translated(self.what, self._destination, found.error)
+        return len(found.partitions)
+
+    def extent(self, shard: int) -> Extent:
+        """Return what a partition has."""
+        place = TopicPartition(self.settings.topic, shard)
+        consumer = self._consumer(shard)
+        seconds = self.settings.bounds.statement_seconds
+        try:
+            low, high = self._voices.patiently(
+                consumer, lambda _: consumer.get_watermark_offsets(place, timeout=seconds), seconds
+            )
+        except KafkaException as error:
+            if error.args[0].code() in UNKNOWN:
+                return EMPTY
+            raise self._translated(error) from None
+        return _extent(int(low), int(high))
+
+    def read(self, shard: int, after: Position, limit: int, size: int = MOST_BYTES) -> Records:
+        """Return committed records of a partition after a position."""
+        extent = self.extent(shard)
+        consumer = self._consumer(shard)
+        if self._next.get(shard) != after:
+            self._ended.discard(shard)
+            with self._errors():
+                consumer.assign([TopicPartition(self.settings.topic, shard, after[1])])
+        self._next.pop(shard, None)
+        records: list[Record] = []
+        at = after
+        with self._errors():
+            for message in self._messages(consumer, limit, size, shard):
+                offset = int(message.offset() or 0)
+                if message.error() is None:
+                    at = 0, offset + 1
+                    records.append(_record(at, message))
+                else:  # the end of the readable records
+                    at = max(at, (0, offset))
+        self._next[shard] = at
+        return Records(extent=extent, records=records, added=at[1], end=at)
+
+    def close(self) -> None:
+        """Close the clients."""
+        consumers, self._consumers = self._consumers, {}
+        self._next = {}
+        self._ended.clear()
+        for consumer in consumers.values():
+            with suppress(KafkaException):
+                consumer.close()
+        self._admin = None
+
+    def _messages(self, consumer: Consumer, limit: int, size: int, shard: int) -> Iterator[Any]:
+        """Yield records up to a limit; at the readable end, its event, which has an error."""
+        self._voices.said = None
+        left, last_answer = limit, time.monotonic()
+        bound = self.settings.bounds.statement_seconds
+        while left > 0 and size > 0:
+            for message in consumer.consume(min(left, AT_ONCE), 0.05):
+                last_answer = time.monotonic()
+                error = message.error()
+                if error is None:
+                    left -= 1
+                    size -= len(message.value() or b"")
+                    self._ended.discard(shard)
+                    yield message
+                elif error.code() == KafkaError._PARTITION_EOF:
+                    self._ended.add(shard)
+                    yield message
+                    left = 0
+                elif error.code() in OUT_OF_RANGE:
+                    return  # the next look at the partition's extent tells why
+                elif error.code() not in HARMLESS:
+                    raise KafkaException(error)
+            if self._voices.said is not None:
+                raise KafkaException(self._voices.said)
+            silent = time.monotonic() - last_answer
+            if shard in self._ended and silent > AT_END_SECONDS:
+                return
+            if silent > bound:
+                reason = f"topic {self.settings.topic} does not answer"
+                raise KafkaException(KafkaError(KafkaError._TIMED_OUT, reason))
+
+    def _consumer(self, shard: int) -> Consumer:
+        if shard not in self._consumers:
+            self.connect()
+            while len(self._consumers) >= CONSUMERS:
+                oldest = next(iter(self._consumers))
+                self._consumers.pop(oldest).close()
+                self._next.pop(oldest, None)
+            with self._errors():
+                self._consumers[shard] = Consumer(
+                    settings_of(self._destination, self._voices)
+                    | {
+                        "group.id": "saf",
+                        "enable.auto.commit": False,
+                        "enable.auto.offset.store": False,
+                        "enable.partition.eof": True,
+                        "isolation.level": "read_committed",
+                        "auto.offset.reset": "error",
+                        "fetch.wait.max.ms": 20,
+                        "queued.max.messages.kbytes": QUEUED_KILOBYTES,
+                    }
+                )
+        return self._consumers[shard]
+
+    def _translated(self, error: KafkaException) -> Exception:
+        self.close()
+        return translated(self.what, self._destination, error.args[0])
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except KafkaException as error:
+            raise self._translated(error) from None
+        except Unavailable:
+            self.close()
+            raise
+
+
+def _extent(low: int, high: int) -> Extent:
+    return Extent(
+        last=(0, high), first=(0, low + 1) if low < high else None, added=high, removed=low
+    )
+
+
+def _record(position: Position, message: Any) -> Record:
+    _, milliseconds = message.timestamp()
+    return Record(
+        position=position,
+        headers={str(name): value or b"" for name, value in message.headers() or ()},
+        body=message.value() or b"",
+        key=message.key(),
+        created_at=datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds > 0 else None,
+    )

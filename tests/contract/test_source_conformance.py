@@ -1,0 +1,124 @@
+"""Each kind of source passes the conformance suite of sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined] # it is public
+
+from saf.database.bounds import Bounds
+from saf.sources.kafka import Kafka
+from saf.sources.redis import Redis
+from saf.testing.source_conformance import SourceConformance, Written
+from tests.kafka_server import KafkaServer
+from tests.redis_server import RedisServer, redis_server
+from tests.waits import until
+
+
+class TestRedis(SourceConformance):
+    """Streams of a Redis server."""
+
+    @pytest.fixture
+    def server(self, tmp_path: Path) -> Iterator[RedisServer]:
+        with redis_server(tmp_path / "redis", appendonly="yes", appendfsync="always") as server:
+            yield server
+
+    @pytest.fixture
+    def settings(self, server: RedisServer) -> Redis:
+        return Redis(server=server.address, topic="payments", service="billing")
+
+    @pytest.fixture
+    def add(self, server: RedisServer) -> Callable[[Sequence[Written]], None]:
+        def added(records: Sequence[Written]) -> None:
+            for one in records:
+                server.client().xadd("payments", {**dict(one.headers), "body": one.body})
+
+        return added
+
+    @pytest.fixture
+    def remove(self, server: RedisServer) -> Callable[[int], None]:
+        return lambda kept: server.client().xtrim("payments", maxlen=kept, approximate=False)
+
+    @pytest.fixture
+    def delete(self, server: RedisServer) -> Callable[[], None]:
+        return lambda: server.client().delete("payments")
+
+    @pytest.fixture
+    def unavailable(self, server: RedisServer) -> object:
+        return server.down
+
+
+@pytest.mark.slow
+class TestKafka(SourceConformance):
+    """Topics of a Kafka cluster."""
+
+    @pytest.fixture
+    def topic(self) -> str:
+        return f"t{uuid4().hex[:8]}"
+
+    @pytest.fixture
+    def settings(self, running_kafka: KafkaServer, topic: str) -> Kafka:
+        return Kafka(brokers=running_kafka.address, topic=topic, service="billing").bounded(
+            Bounds(statement_seconds=20, chunk_seconds=20)
+        )
+
+    @pytest.fixture
+    def add(self, running_kafka: KafkaServer, topic: str) -> Callable[[Sequence[Written]], None]:
+        def added(records: Sequence[Written]) -> None:
+            make(running_kafka, topic)
+            producer = Producer(running_kafka.client())
+            for one in records:
+                producer.produce(topic, one.body, one.key, headers=[*one.headers])
+            producer.flush(30)
+
+        return added
+
+    @pytest.fixture
+    def remove(self, running_kafka: KafkaServer, topic: str) -> Callable[[int], None]:
+        def removed(kept: int) -> None:
+            admin = running_kafka.admin()
+            for number in range(2):
+                end = _end(running_kafka, topic, number)
+                if end:
+                    place = TopicPartition(topic, number, end - kept)
+                    for answer in admin.delete_records([place]).values():
+                        answer.result()
+
+        return removed
+
+    @pytest.fixture
+    def delete(self, running_kafka: KafkaServer, topic: str) -> Callable[[], None]:
+        def deleted() -> None:
+            admin = running_kafka.admin()
+            for answer in admin.delete_topics([topic]).values():
+                answer.result()
+            until(lambda: topic not in admin.list_topics(timeout=30).topics)
+
+        return deleted
+
+    @pytest.fixture
+    def unavailable(self, running_kafka: KafkaServer) -> object:
+        return running_kafka.down
+
+
+def make(server: KafkaServer, topic: str, partitions: int = 2) -> None:
+    """Create a topic unless it exists."""
+    admin = server.admin()
+    if topic not in admin.list_topics(timeout=30).topics:
+        for answer in admin.create_topics([NewTopic(topic, partitions, 1)]).values():
+            answer.result()
+
+
+def _end(server: KafkaServer, topic: str, partition: int) -> int:
+    from confluent_kafka import Consumer
+
+    consumer = Consumer(server.client() | {"group.id": "test"})
+    try:
+        _, end = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=30)
+        return int(end)
+    finally:
+        consumer.close()

@@ -1,0 +1,45 @@
+"""docs/sources.md: its settings and commands work, and it names each kind and each refusal."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from saf import errors
+from saf.database import Dsn
+from saf.sources.kinds import OURS
+from tests.pages import page
+from tests.pipeline import bodies
+from tests.programs import activated, run
+from tests.redis_server import RedisServer
+from tests.topics import add
+
+PAGE = page("sources.md")
+
+
+def block(name: str) -> str:
+    (text,) = re.findall(rf"<!-- test: {re.escape(name)} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)
+    assert isinstance(text, str)
+    return text
+
+
+def test_each_kind_and_each_refusal_is_told() -> None:
+    table = PAGE.partition("| kind |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(OURS)
+    table = PAGE.partition("| error |")[2].partition("\n\n")[0]
+    refused = {name.__name__ for name in errors.SourceRefused.__subclasses__()}
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == refused
+
+
+@pytest.mark.slow
+def test_its_commands_read_a_topic(mom: Dsn, queue: RedisServer, tmp_path: Path) -> None:
+    (tmp_path / "saf.toml").write_text(block("sources.toml"))
+    add(queue, "1", "2", order="A-1")
+    env = {"MOM_DSN": mom.conninfo, "REDIS": queue.address, "PATH": activated()}
+    done = run(["sh", "-ec", block("sources.sh")], env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "received 2 messages (payments: 2)" in done.stdout
+    assert "pending: 0" in done.stdout
+    assert bodies(mom) == ["1", "2"]

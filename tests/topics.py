@@ -1,0 +1,92 @@
+"""Topics of other brokers, and readers of them, for tests of sources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from saf.database import Dsn, fetch
+from saf.sources.reader import Reader, Turn
+from saf.sources.redis import Redis
+from saf.sources.settings import SourceSettings
+from tests.pipeline import connect
+from tests.redis_server import RedisServer
+
+TOPIC = "payments"
+
+
+def redis_source(server: RedisServer, **more: Any) -> Redis:
+    """A stream of a server as a source."""
+    return Redis(**{"server": server.address, "topic": TOPIC, "service": "billing", **more})
+
+
+def add(server: RedisServer, *bodies: str | bytes, **fields: str) -> list[str]:
+    """Add entries to the stream; return their ids."""
+    client = server.client()
+    return [client.xadd(TOPIC, {"body": body, **fields}).decode() for body in bodies]
+
+
+@contextmanager
+def reading(
+    settings: SourceSettings, mom: Dsn, name: str = TOPIC, **options: Any
+) -> Iterator[Reader]:
+    """A process that reads a source, as a forwarder's thread does."""
+    given = {"lease_seconds": 30.0, "max_bytes": 1 << 20, "chunk_bytes": 32 << 20, **options}
+    reader = Reader(name, settings, "mom", mom, **given)
+    try:
+        yield reader
+    finally:
+        reader.end()
+
+
+def read(settings: SourceSettings, mom: Dsn, **options: Any) -> Turn:
+    """One turn of a process that then ends."""
+    with reading(settings, mom, **options) as reader:
+        return reader.turn(lambda: False)
+
+
+def arrived(mom: Dsn) -> list[dict[str, Any]]:
+    """The messages in the inbox, in order of arrival."""
+    with connect(mom) as connection:
+        rows = fetch(
+            connection,
+            "SELECT message_id, to_service, from_service, key, message_type, headers, body, source,"
+            " created_at, deliver_at, expires_at FROM saf.inbox ORDER BY id",
+        )
+    names = (
+        *("message_id", "to_service", "from_service", "key", "message_type", "headers", "body"),
+        *("source", "created_at", "deliver_at", "expires_at"),
+    )
+    return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def dead(mom: Dsn) -> list[tuple[str, str, bytes]]:
+    """Reason, subscription and body of each dead letter."""
+    with connect(mom) as connection:
+        return fetch(
+            connection,
+            "SELECT reason, s.name, body FROM saf.dead_letter JOIN saf.subscription s "
+            "USING (subscription_id) ORDER BY dead_letter_id",
+        )
+
+
+def written(
+    file: Path, mom: Dsn, source: RedisServer | str, *, app: Dsn | None = None, **more: object
+) -> Path:
+    """Write a saf.toml with the stream as a source."""
+    address = source if isinstance(source, str) else source.address
+    settings = {
+        "kind": "redis", "server": address, "topic": TOPIC, "service": "billing", **more
+    }  # fmt: skip
+    lines = [
+        *([f"[brokers.app]\ndsn = {json.dumps(app.conninfo)}"] if app else []),
+        f"[destinations.mom]\ndsn = {json.dumps(mom.conninfo)}",
+        f"[sources.{TOPIC}]",
+        *(f"{name} = {json.dumps(value)}" for name, value in settings.items()),
+        *(["[forwarder]", 'default_destination = "mom"'] if app else []),
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    return file
