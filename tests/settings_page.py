@@ -69,6 +69,7 @@ query = "SELECT name, dsn FROM region"
 [destinations.mom]
 kind = "postgresql"
 rate = "1000/s"
+concurrency = 4
 dsn = "${MOM_DSN}"
 quality = "exactly_once"
 max_connections = 50
@@ -76,6 +77,7 @@ max_connections = 50
 [destinations.lake]
 kind = "jsonl"
 rate = "1000/s"
+concurrency = 4
 folder = "/srv/lake"
 quality = "at_least_once"
 max_connections = 4
@@ -85,6 +87,7 @@ lock_seconds = 30.0
 [destinations.orders]
 kind = "nats"
 rate = "1000/s"
+concurrency = 4
 server = "tls://nats-1.example.com:4222,nats-2.example.com:4222"
 stream = "ORDERS"
 topic = "orders.{service}"
@@ -105,6 +108,7 @@ max_connections = 4
 [destinations.work]
 kind = "rabbitmq"
 rate = "1000/s"
+concurrency = 4
 server = "amqps://rabbit-1.example.com:5671,rabbit-2.example.com:5671/shop"
 username = "saf"
 password = "${RABBITMQ_PASSWORD}"
@@ -121,6 +125,7 @@ max_connections = 4
 [destinations.flights]
 kind = "kafka"
 rate = "1000/s"
+concurrency = 4
 brokers = "kafka-1.example.com:9093,kafka-2.example.com:9093"
 security_protocol = "SASL_SSL"
 sasl_mechanism = "SCRAM-SHA-512"
@@ -162,6 +167,7 @@ subject = "{topic}-{message_type}"
 [destinations.shipments]
 kind = "rabbitmq_stream"
 rate = "1000/s"
+concurrency = 4
 server = "rabbitmq-stream+tls://rabbit-1.example.com:5551,rabbit-2.example.com:5551/shop"
 username = "saf"
 password = "${RABBITMQ_PASSWORD}"
@@ -179,6 +185,7 @@ max_connections = 4
 [destinations.partner]
 kind = "https"
 rate = "1000/s"
+concurrency = 4
 server = "https://partner.example.com/saf"
 secret = "${PARTNER_SECRET}"
 ca_file = "/etc/ssl/partner-ca.pem"
@@ -190,6 +197,7 @@ max_connections = 4
 [destinations.events]
 kind = "redis"
 rate = "1000/s"
+concurrency = 4
 server = "rediss://redis.example.com:6379/0"
 username = "saf"
 password = "${REDIS_PASSWORD}"
@@ -207,6 +215,7 @@ max_connections = 4
 [destinations.table]
 kind = "delta"
 rate = "1000/s"
+concurrency = 4
 table = "s3://lake/messages"
 partition_by = "day"
 promote = {amount = "double", paid_at = "timestamp"}
@@ -217,6 +226,7 @@ max_connections = 4
 [destinations.catalogued]
 kind = "iceberg"
 rate = "1000/s"
+concurrency = 4
 catalog = "postgresql://db.example.com/lake?sslmode=require"
 table = "shop.messages"
 warehouse = "s3://lake/warehouse"

@@ -146,6 +146,13 @@ class DestinationSettings(BaseModel):
     """Most connections that one run opens to the destination, and so most tasks at a time."""
     rate: Rate | None = None
     """Most messages that all forwarders of a source store there in a time. Default: unlimited."""
+    concurrency: Connections | None = None
+    """Most tasks of all forwarders of a source that store there at a time. Default: unlimited."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether forwarders must keep a rate or a concurrency."""
+        return self.rate is not None or self.concurrency is not None
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -42,7 +42,15 @@ ASK_SECONDS = 0.5
 a destination is paused, between parts."""
 
 SPEND_SECONDS = 1.0
-"""Time that a task spends on a destination with a rate, in seconds, if there are others."""
+"""Time that a task spends on a destination with a rate, or waits for a seat of a destination, in
+seconds, if there are others."""
+
+SEAT_SECONDS = 0.02
+"""Interval at which a task without a seat tries to take one."""
+
+NO_PERMITS = "its rate is used up"
+NO_SEAT = "other tasks store there, as many as its concurrency allows"
+"""Why messages wait for a destination with a limit."""
 
 COUNT = """
 INSERT INTO saf.rejecting (subscription_id, destination, messages)
@@ -94,8 +102,10 @@ class Context:
             lane.destination: lane.error for lane in work.waiting if lane.paused
         }
         """By destination, who has paused it, and why; None if it is not paused."""
-        self.used_up: set[str] = set()
-        """Destinations with a rate that get nothing more in this task."""
+        self.used_up: dict[str, str] = {}
+        """Destinations with a limit that get nothing more in this task, each with the reason."""
+        self._waited = defaultdict[str, float](float)
+        """By destination, the seconds that the task has waited for a seat."""
         self._spent = defaultdict[str, float](float)
         self._began = monotonic()
         self._permits = defaultdict[str, int](int)
@@ -130,7 +140,7 @@ class Context:
             if not too_long and self._slept(share.wait_seconds) and not self.paused(destination):
                 self._permits[destination] = share.permits
                 continue
-            self.used_up.add(destination)
+            self.used_up[destination] = NO_PERMITS
             if permits := share.permits:
                 self.source(
                     lambda source: rates.give_back(
@@ -139,13 +149,41 @@ class Context:
                 )
         return min(messages, self._permits[destination])
 
+    def has_seat(self, destination: str, *, patient: bool, must: bool) -> bool:
+        """Return whether the task may store at a destination with a concurrency now.
+
+        Wait for a seat, which the task has until it ends `storing`. Unless ``patient``, a task
+        waits at most `SPEND_SECONDS` for a destination, because messages for others would wait,
+        too. Then, in a pause, and after a request to stop, return False: the destination gets
+        nothing more in this task. With ``must``, wait until a seat is free.
+        """
+        concurrency = self.rules.destinations[destination].concurrency
+        if concurrency is None:
+            return True
+        while must or destination not in self.used_up:
+            if self.source.has_seat(destination, concurrency):
+                return True
+            began = monotonic()
+            if must:
+                sleep(SEAT_SECONDS)
+                continue
+            too_long = not patient and self._waited[destination] >= SPEND_SECONDS
+            if too_long or not self._slept(SEAT_SECONDS) or self.paused(destination):
+                self.used_up[destination] = NO_SEAT
+            self._waited[destination] += monotonic() - began
+        return False
+
     @contextmanager
     def storing(self, destination: str) -> Iterator[None]:
-        """Store messages at a destination in this block; its time counts."""
+        """Store messages at a destination in this block; its time counts.
+
+        The task's seat is free afterwards.
+        """
         self._began = monotonic()
         try:
             yield
         finally:
+            self.source.free_seat()
             self._spent[destination] += monotonic() - self._began
 
     def use(self, destination: str, messages: int) -> None:

@@ -304,7 +304,7 @@ class Little:
     ) -> list[Receipt] | None:
         work = chain.work
         destination = rules.destinations.get(work.alone or "")
-        if destination is None or destination.rate is not None:
+        if destination is None or destination.is_limited:
             return None
         address, connect = destination.broker(), destination.few_messages()
         if address is None or connect is None:

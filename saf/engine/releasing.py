@@ -30,7 +30,7 @@ from saf.engine.destination_sessions import nowhere
 from saf.engine.parked_lanes import FindingRoutes, ParkedLanes
 from saf.engine.parts import Part, inputs_of
 from saf.engine.set_aside import MAY_HAVE_LEFT, SetAside
-from saf.engine.storing import USED_UP, Storing
+from saf.engine.storing import Storing
 from saf.errors import ConfigurationError, SafError, Unavailable
 from saf.failpoints import fail_point
 from saf.log.columns import selected
@@ -113,10 +113,10 @@ class Releasing:
         left = free - self._behind_replay(destination, free)
         for rows in self._parked(destination, left):
             paused = self.context.paused(destination)
-            used_up = destination in self.context.used_up
+            used_up = self.context.used_up.get(destination)
             if tried and (paused or used_up or self.parked.over):
                 self.parked.succeed(tried & left)
-                self.parked.hold(left, USED_UP if used_up else "others had their turn")
+                self.parked.hold(left, used_up or "others had their turn")
                 if paused:
                     self.parked.postpone(dict.fromkeys(left, paused))
                 return

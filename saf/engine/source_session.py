@@ -11,7 +11,7 @@ from psycopg.pq import TransactionStatus
 
 from saf.database import connections, unavailable_if_lost
 from saf.database.bounds import while_unavailable
-from saf.engine import kept_results, pulse
+from saf.engine import kept_results, pulse, seats
 from saf.engine.work import Work
 from saf.errors import Unavailable
 from saf.failpoints import fail_point
@@ -36,6 +36,7 @@ class SourceSession:
         self._in_hand: str | None = None
         """The destination whose parked messages are in hand."""
         self._let_slip = False
+        self._seat: seats.Seat | None = None
 
     def __call__(self, write: Callable[[psycopg.Connection[Any]], T]) -> T:
         """Commit ``write`` and return its result.
@@ -84,6 +85,31 @@ class SourceSession:
         lost."""
         self(lambda source: source.execute("SELECT"))
         return self._let_slip
+
+    def has_seat(self, destination: str, concurrency: int) -> bool:
+        """Return whether the task has a seat of a destination; take a seat if it has none.
+
+        A seat is lost with its session. Free the seat of another destination first.
+        """
+        number, idle = self._work.batch.subscription_id, self._work.lease_seconds
+
+        def seat(source: psycopg.Connection[Any]) -> seats.Seat | None:
+            if self._seat is not None and self._seat.session is source:
+                source.execute("SELECT")
+                return self._seat
+            return seats.take(source, number, destination, concurrency, idle)
+
+        self._seat = self.find(seat)
+        return self._seat is not None
+
+    def free_seat(self) -> None:
+        """Free the task's seat, if it has a seat."""
+        seat, self._seat = self._seat, None
+        if seat is not None and not seat.session.closed:
+            try:
+                seat.free()
+            except psycopg.Error:
+                seat.session.close()  # a closed session has no seat
 
     def choose(self, among: Mapping[Asker, Sequence[str]]) -> Mapping[Asker, str]:
         """Choose destinations for keys among routes that share, committed."""

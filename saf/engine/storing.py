@@ -9,6 +9,7 @@ never repeated: messages that may have left become dead letters.
 
 A destination with a rate gets a part in pieces, each with permits (`saf.log.rates`). If the waits
 for permits take too long, the rest waits in the destination's lane, which is due in the next cycle.
+The same applies to waits for a seat at a destination with a concurrency (`saf.engine.seats`).
 
 An obstacle delays only the messages that it is about. Halving finds a message that a destination
 rejects, and its neighbours are stored. Between pieces, the task checks for a request to stop, and
@@ -75,9 +76,6 @@ TO_REPAIR = (Behind, Braked, ConfigurationError, Refused, SchemaError)
 
 REFUSES = (Unavailable, *TO_REPAIR)
 """Errors of a destination where nothing can be stored now."""
-
-USED_UP = "its rate is used up"
-"""Why messages wait for a destination with a rate."""
 
 _VERIFIED, _CLAIMED = f'"{VERIFIED_FROM}":', f'"{CLAIMED_FROM}":'
 
@@ -204,26 +202,37 @@ class Storing:
         return ()
 
     def _slowed(self, part: Part, set_aside: SetAside) -> Sequence[Part] | None:
-        """Return the pieces to try in place of a part, by its destination's rate; None: all may go.
+        """Return the pieces to try in place of a part, by its destination's limits; None: all may
+        go.
 
         A piece that is returned has its permits.
         """
         name, context, messages = part.destination, self.context, part.rows.num_rows
-        if not messages or context.rules.destinations[name].rate is None:
+        settings = context.rules.destinations[name]
+        if not settings.is_limited:
             return None
         once = part.quality == AT_MOST_ONCE  # its attempt is recorded, so it must go
         patient = once or context.work.alone == name
+        if not context.has_seat(name, patient=patient, must=once):
+            return self._used_up(part, set_aside)
+        if not messages or settings.rate is None:
+            return None
         permits = context.permits(name, messages, patient=patient)
         if permits >= messages or (once and not permits):
             context.use(name, messages)
             return None
         if permits:
             return [replace(part, rows=part.rows.slice(*cut)) for cut in ((0, permits), (permits,))]
-        lane = Lane(destination=name)
-        if paused := context.paused(name):
+        return self._used_up(part, set_aside)
+
+    def _used_up(self, part: Part, set_aside: SetAside) -> Sequence[Part]:
+        """Let a part wait for a destination that gets nothing more in this task."""
+        lane, context = Lane(destination=part.destination), self.context
+        if paused := context.paused(part.destination):
             set_aside.fail([lane], paused)
-        context.lanes.hold(lane, USED_UP)
-        set_aside.wait(part)
+        context.lanes.hold(lane, context.used_up[part.destination])
+        if part.rows.num_rows:
+            set_aside.wait(part)
         return ()
 
     def _refused(

@@ -29,15 +29,15 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a destination's rate is not kept",
         STORING,
-        "if not messages or context.rules.destinations[name].rate is None:",
+        "if not messages or settings.rate is None:",
         "if messages:",
         f"{SPEEDS}::test_the_only_destination_gets_its_messages_at_its_rate_and_in_order",
     ),
     mutant(
         "little work passes by a destination's rate",
         "saf/engine/little.py",
-        "if destination is None or destination.rate is not None:",
-        "if destination is None:",
+        "if destination is None or destination.is_limited:",
+        "if destination is None or destination.concurrency is not None:",
         "contract/test_little.py::test_a_destination_with_a_rate_gets_little_work_by_a_task_too",
     ),
     mutant(
