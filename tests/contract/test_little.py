@@ -212,6 +212,14 @@ def test_a_destination_with_a_rate_gets_little_work_by_a_task_too(looping: Loopi
     assert bodies(looping.mom) == ["first", "second", "0"]
 
 
+def test_a_destination_with_a_concurrency_gets_little_work_by_a_task_too(looping: Looping) -> None:
+    looping.begin()
+    looping.patch.setattr(Postgresql, "concurrency", property(lambda _: 4), raising=False)
+    send(looping.source, "0", KEY)
+    assert looping.cycle() == 1
+    assert bodies(looping.mom) == ["first", "second", "0"]
+
+
 SEEN = """
 CREATE TABLE seen (opens boolean, value text);
 CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN

@@ -24,6 +24,7 @@ GROWTH, WORKER, POOLS = (
 )
 
 STORING, SPEEDS = "saf/engine/storing.py", "contract/test_destination_rates.py"
+TASKS = "contract/test_destination_concurrency.py"
 
 MUTANTS: list[Mutant] = [
     mutant(
@@ -53,6 +54,49 @@ MUTANTS: list[Mutant] = [
         " and not self.paused(destination):",
         ":",
         f"{SPEEDS}::test_a_pause_ends_the_wait_for_permits",
+    ),
+    mutant(
+        "a destination's concurrency is not kept",
+        STORING,
+        "if not context.has_seat(name, patient=patient, must=once):",
+        "if context.used_up.get(name):",
+        f"{TASKS}::test_the_only_destination_gets_its_messages_once_a_seat_is_free",
+    ),
+    mutant(
+        "little work ignores a destination's concurrency",
+        "saf/engine/little.py",
+        "if destination is None or destination.is_limited:",
+        "if destination is None or destination.rate is not None:",
+        "contract/test_little.py::"
+        "test_a_destination_with_a_concurrency_gets_little_work_by_a_task_too",
+    ),
+    mutant(
+        "a task keeps its seat after it has stored",
+        CONTEXT,
+        "            self.source.free_seat()\n",
+        "",
+        f"{TASKS}::test_a_task_frees_its_seat_and_restores_its_session",
+    ),
+    mutant(
+        "a task that has lost its session continues without a seat",
+        "saf/engine/source_session.py",
+        "if self._seat is not None and self._seat.session is source:",
+        "if self._seat is not None:",
+        f"{TASKS}::test_a_lost_session_loses_the_seat",
+    ),
+    mutant(
+        "a process that hangs keeps its seat",
+        "saf/engine/seats.py",
+        "       set_config('idle_session_timeout', %(idle)s, false)\nFROM",
+        "       set_config('idle_session_timeout', '1h', false), %(idle)s\nFROM",
+        f"{TASKS}::test_a_process_that_hangs_loses_its_seat",
+    ),
+    mutant(
+        "messages for other destinations wait until a seat is free",
+        CONTEXT,
+        "self._waited[destination] >= SPEND_SECONDS",
+        "self._waited[destination] >= 15 * SPEND_SECONDS",
+        f"{TASKS}::test_other_destinations_wait_only_briefly_and_order_stays",
     ),
     mutant(
         "a pool grows without a bound",
