@@ -23,7 +23,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a loop whose source does not answer is idle",
         "saf/forwarding/forwarder.py",
-        "if worked or self.roster.all_well:",
+        "if worked or self.roster.all_well or not (self.roster.brokers or self._fleets):",
         "if True:",
         f"{ALIVES}::test_a_loop_whose_source_does_not_answer_is_not_idle",
     ),

@@ -83,7 +83,7 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a run that failed says first that it forwarded nothing",
         "saf/cli/forward.py",
-        "    if summary.exit_code and not summary.forwarded:\n",
+        "    if (summary.exit_code or summary.received) and not summary.forwarded:\n",
         "    if summary.stopped:\n",
         "unit/test_summary.py::test_a_run_that_failed_does_not_begin_with_what_it_forwarded",
     ),
