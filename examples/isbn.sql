@@ -1,7 +1,8 @@
 -- Two services of one database talk without a forwarder, as in the ISBN example of SQL Server Service
 -- Broker: BEGIN DIALOG … LIFETIME 600, SEND, RECEIVE, END CONVERSATION.
 --
---     saf migrate --dsn "$SHOP_DSN"
+--     export SHOP_DSN=postgresql://localhost/shop
+--     saf migrate --dsn "$SHOP_DSN"     # saf.toml has it as [brokers.shop] and [destinations.shop]
 --     for service in isbn-client isbn-lookup; do
 --         saf service create $service --broker shop
 --         saf route add shop --service $service --local    # see docs/conversations.md
@@ -35,7 +36,7 @@ SELECT message_type FROM saf.receive('isbn-client');
 SELECT saf.end_dialog(:'dialog');
 COMMIT;
 
-\echo == The lookup, which asks again and again, hears of it; both sides are closed
+\echo == The lookup asks until it receives the End; both sides are closed
 SELECT message_type FROM saf.receive('isbn-lookup');
 SELECT message_type FROM saf.receive('isbn-lookup');
 SELECT service, state FROM saf.conversation ORDER BY service;

@@ -61,7 +61,7 @@ def paid(process: saf.Process[Order], _: saf.Received) -> None:
 
 @orders.on_error
 def refused(process: saf.Process[Order], error: saf.DialogFailed) -> None:
-    """Fail as one of the services has: the other one undoes its part."""
+    """Fail with the error of one service: the other one undoes its part."""
     process.connection.execute(CONCLUDE, [process.key, error.text])
     process.fail(error.code, error.text)
 

@@ -1,5 +1,7 @@
-// A warehouse in Go: it receives orders on dialogs, and answers or rejects them.
+// A warehouse in Go: it receives orders, e.g. {"Item": "A-1"}, on dialogs, and answers or rejects them.
 //
+//	saf migrate --dsn postgres://…                  # the warehouse's database
+//	saf service create warehouse --broker warehouse # its name in saf.toml
 //	DSN=postgres://… go run .
 //
 // Each message is received, handled and answered in one transaction. If the process dies, the

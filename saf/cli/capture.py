@@ -24,7 +24,7 @@ from saf.errors import ConfigurationError, UsageError
 from saf.operating.wording import at, counted
 from saf.setaside.audit import audit
 
-app = Commands(help="Captures: a table's changes are sent as messages.")
+app = Commands(help="Captures: send a table's changes as messages.")
 
 ROLE = "capture"
 
@@ -64,7 +64,7 @@ def add(
     columns: Annotated[
         str | None,
         typer.Option(
-            metavar="NAMES", help="Columns to send, with commas. Default: all that exist now."
+            metavar="NAMES", help="Columns to send, e.g. number,total. Default: all that exist now."
         ),
     ] = None,
     when: Annotated[
@@ -83,7 +83,8 @@ def add(
         ),
     ] = None,
     from_service: Annotated[
-        str | None, typer.Option("--from", metavar="NAME", help="Service that sends them.")
+        str | None,
+        typer.Option("--from", metavar="NAME", help="Sender in the messages. Default: none."),
     ] = None,
     why: Why = "",
     yes: Yes = False,
@@ -94,7 +95,7 @@ def add(
 ) -> None:
     """Capture a table: show the trigger's SQL, ask, and write it.
 
-    A table that is captured gets these values instead. The user must own schema saf.
+    For a captured table, these values replace the earlier ones. The user must own schema saf.
     """
     declared = Declaration(
         table=table,
@@ -171,7 +172,7 @@ def _looked(connection: psycopg.Connection[Any], capture: Capture) -> Looked:
 
 @app.command("list")
 def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
-    """List captures, and whether their triggers are as they were written."""
+    """List captures, and how they differ from the database."""
     round_.show_rows(
         ROLE,
         lambda connection: [_looked(connection, item) for item in stored.listed(connection)],
@@ -183,7 +184,7 @@ def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
 
 @app.command()
 def show(table: TableName, *, round_: Brokers, as_json: AsJson = False) -> None:
-    """Show a capture, its differences, and how to write it again."""
+    """Show a capture, its differences, and the command that writes it again."""
     found = round_.visit(ROLE, lambda connection: _looked(connection, named(connection, table)))
 
     def say() -> None:
@@ -234,7 +235,10 @@ class WithRun(Panels):
         return super().resolve_command(ctx, args)
 
 
-backfills = Commands(cls=WithRun, help="Backfills: the rows that a captured table has are sent.")
+backfills = Commands(
+    cls=WithRun,
+    help="Backfills: send the existing rows of a captured table, by `saf backfill TABLE`.",
+)
 
 
 @backfills.command()
@@ -251,12 +255,12 @@ def run(
     ] = None,
     chunk: Annotated[
         int | None,
-        typer.Option(metavar="ROWS", help="Rows of a transaction, at most. Default: 1000."),
+        typer.Option(metavar="ROWS", help="Maximum rows per transaction. Default: 1000."),
     ] = None,
     why: Why = "",
     round_: Brokers,
 ) -> None:
-    """Send the rows of a captured table, or continue.
+    """Send the existing rows of a captured table, or continue after a stop.
 
     `saf backfill TABLE` does the same. Each message has "op": "read", and the header saf-backfill.
     """
@@ -288,19 +292,19 @@ def _told(ran: Ran) -> str:
 
 @backfills.command("list")
 def list_backfills(*, round_: Brokers, as_json: AsJson = False) -> None:
-    """List backfills, with how far they are."""
+    """List backfills and their progress."""
     round_.show_rows(ROLE, backfill.backfills, "backfills", BACKFILLS, as_json=as_json)
 
 
 @backfills.command()
 def pause(table: TableName, *, why: Why = "", round_: Brokers) -> None:
-    """Pause a backfill: its run ends after the chunk in hand."""
+    """Pause a backfill: its run ends after the current chunk."""
     _decide(round_, table, "pause", why)
 
 
 @backfills.command()
 def resume(table: TableName, *, why: Why = "", round_: Brokers) -> None:
-    """End a pause; `saf backfill TABLE` continues then."""
+    """End a pause. Then `saf backfill TABLE` continues."""
     _decide(round_, table, "resume", why)
 
 

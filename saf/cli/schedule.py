@@ -73,7 +73,8 @@ def add(
         typer.Option(metavar="NAME=VALUE", help="Header of the messages; may be repeated."),
     ] = None,
     from_service: Annotated[
-        str | None, typer.Option("--from", metavar="NAME", help="Service that sends them.")
+        str | None,
+        typer.Option("--from", metavar="NAME", help="Sender in the messages. Default: none."),
     ] = None,
     missed: Annotated[
         Missed,

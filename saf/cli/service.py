@@ -178,17 +178,17 @@ def pause_service(name: Service, *, why: Why = "", round_: AtStore) -> None:
 
 Rate = Annotated[
     str | None,
-    typer.Option(metavar="RATE", help="Most messages in a time, e.g. 100/s; none: unlimited."),
+    typer.Option(metavar="RATE", help="Rate limit, e.g. 100/s; none: unlimited."),
 ]
 Concurrency = Annotated[
     str | None,
-    typer.Option(metavar="NUMBER", help="Most deliveries at a time; none: unlimited."),
+    typer.Option(metavar="NUMBER", help="Maximum deliveries in hand; none: unlimited."),
 ]
 FairBy = Annotated[
     str | None,
     typer.Option(
         metavar="GROUP",
-        help="What makes a message's group: key; key:/ for the key up to its first /; "
+        help="Group of a message: key; key:/ for the key up to its first /; "
         "header:tenant for a header; message_type; or from_service.",
     ),
 ]
@@ -200,7 +200,7 @@ Priority = Annotated[
 ]
 PriorityBy = Annotated[
     Column | None,
-    typer.Option(help="Column whose values --priority names. Default: message_type."),
+    typer.Option(help="What --priority names. Default: message_type."),
 ]
 Unfair = Annotated[
     bool, typer.Option("--unfair", help="Hand messages out in their own order again.")
@@ -312,12 +312,12 @@ RULES = Options(
 def set_service(
     name: Service, *, rules: Annotated[Rules, RULES], why: Why = "", round_: AtStore
 ) -> None:
-    """Limit a service, or share out its messages.
+    """Limit a service, or divide its deliveries fairly among groups of messages.
 
-    This concerns the service's own subscription, over all processes. Limits take effect within a
+    This concerns the service's own subscription, in all processes. Limits take effect within a
     second; dispatchers do not obey them, because endpoints have limits of their own. With
-    --fair-by or --priority, each group, such as a tenant, gets its share of each delivery: these
-    replace earlier ones, and receivers follow them once they connect again.
+    --fair-by or --priority, each group, such as a tenant, gets its share of each delivery. Both
+    together replace earlier ones: to change one, repeat the other. Restart running workers then.
     """
 
     def decide(connection: psycopg.Connection[Any]) -> services.Subscription:
@@ -496,7 +496,7 @@ def pause_subscription(name: Subscription, *, why: Why = "", round_: AtStore) ->
 def set_subscription(
     name: Subscription, *, rules: Annotated[Rules, RULES], why: Why = "", round_: AtStore
 ) -> None:
-    """Limit a subscription, or share out its messages.
+    """Limit a subscription, or divide its deliveries fairly among groups of messages.
 
     See `saf service set`.
     """

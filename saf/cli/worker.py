@@ -81,7 +81,7 @@ def command(
         str,
         typer.Argument(
             metavar="MODULE:WORKER",
-            help="Name of the saf.Worker or saf.Processors to import and run.",
+            help="saf.Worker, saf.Saga or saf.Processors to import and run.",
         ),
     ],
     *,
@@ -92,6 +92,7 @@ def command(
             metavar="NUMBER",
             help="Number of processes; one that dies is replaced. Or a range such as 1..8: as "
             "many as the messages need. Default: 1.",
+            show_default=False,
         ),
     ] = Processes(),  # noqa: B008 - a tuple
     drain: Annotated[
@@ -106,9 +107,9 @@ def command(
     """Handle messages until SIGTERM or Ctrl-C.
 
     After a stop request it finishes the message in hand, commits finished work, and puts the rest
-    back. With a range of processes, another one starts while all are busy for some seconds, and one
-    ends when it has not been needed for half a minute. At its end it shows how many messages it has
-    handled, parked and turned into dead letters.
+    back. With a range of processes, another one starts when all have been busy for three seconds,
+    and one ends when it has not been needed for half a minute. At its end it shows how many
+    messages it has handled, parked and turned into dead letters.
     Exit codes: 0 after a stop request; 75 if the message in hand took longer than the stop timeout.
     With --drain: 1 if there are new dead letters, or messages that no handler takes; 75 if messages
     wait for another attempt; otherwise 0.
