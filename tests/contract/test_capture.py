@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -620,10 +621,14 @@ def test_a_capture_that_is_written_again_is_changed_unchanged_or_repaired(
     assert len(stored.listed(orders)) == 1
 
 
+LONG_SECONDS = 15
+
+
 def test_a_table_that_is_locked_is_not_waited_for(
     orders: psycopg.Connection[Any], app: Dsn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored, "LOCK_SECONDS", 0.1)
+    started = time.monotonic()
     with connect(app) as writer, writer.transaction():
         writer.execute("INSERT INTO orders VALUES (1)")
         with pytest.raises(Unavailable, match=r"other sessions had it locked for 0\.1 s"):
@@ -634,6 +639,7 @@ def test_a_table_that_is_locked_is_not_waited_for(
         writer.execute("INSERT INTO orders VALUES (2)")
         with pytest.raises(Unavailable, match="try again"):
             remove(orders, named(orders, "orders"))
+    assert time.monotonic() - started < LONG_SECONDS
     assert differences(orders) == []
 
 

@@ -104,8 +104,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a capture waits for a lock for ever, and all writers behind it",
         STORED,
-        '    connection.execute(LOCK_TIMEOUT, {"milliseconds": milliseconds})\n',
-        '    connection.execute(LOCK_TIMEOUT, {"milliseconds": "60000"})\n',
+        "milliseconds = str(round(LOCK_SECONDS * 1000))",
+        "milliseconds = str(round(LOCK_SECONDS * 200_000))",
         f"{CAPTURES}::test_a_table_that_is_locked_is_not_waited_for",
     ),
     mutant(
