@@ -22,7 +22,7 @@ import (
 
 type order struct{ Item string }
 
-const next = `SELECT message_id, coalesce(message_type, ''), body, handle FROM saf.receive('warehouse')`
+const next = `SELECT message_id, coalesce(message_type, ''), body, coalesce(handle::text, '') FROM saf.receive('warehouse')`
 
 // handle receives one message in a transaction of its own, and returns whether there was one.
 func handle(ctx context.Context, db *sql.DB) (bool, error) {
@@ -42,8 +42,8 @@ func handle(ctx context.Context, db *sql.DB) (bool, error) {
 	var o order
 	if kind == "saf/end-dialog" || kind == "saf/error" {
 		_, err = tx.ExecContext(ctx, `SELECT saf.end_dialog($1)`, handle)
-	} else if json.Unmarshal(body, &o) != nil {
-		_, err = tx.ExecContext(ctx, `SELECT saf.reject($1, 'not an order')`, id)
+	} else if handle == "" || json.Unmarshal(body, &o) != nil {
+		_, err = tx.ExecContext(ctx, `SELECT saf.reject($1, 'not an order in a dialog')`, id)
 	} else {
 		answer, _ := json.Marshal(map[string]string{"delivered": o.Item})
 		_, err = tx.ExecContext(ctx, `SELECT saf.say($1, $2::jsonb, 'delivery')`, handle, string(answer))

@@ -197,7 +197,8 @@ def test_the_service_in_go_answers_its_dialogs(sides: dict[str, Dsn], tmp_path: 
     psql(
         "SELECT saf.begin_dialog('shop', 'warehouse') AS dialog \\gset\n"
         "SELECT saf.say(:'dialog', '{\"Item\": \"A-1\"}'::jsonb, message_type => 'order');\n"
-        "SELECT saf.say(:'dialog', 'nonsense'::text, message_type => 'order');",
+        "SELECT saf.say(:'dialog', 'nonsense'::text, message_type => 'order');\n"
+        "SELECT saf.send('warehouse', '{}'::jsonb);",
         app,
     )
     forward(app, there)
@@ -210,7 +211,10 @@ def test_the_service_in_go_answers_its_dialogs(sides: dict[str, Dsn], tmp_path: 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == 'order {"Item": "A-1"}'
     with connect(there) as connection:
-        assert fetch(connection, "SELECT error FROM saf.dead_letter") == [("not an order",)]
+        assert (
+            fetch(connection, "SELECT error FROM saf.dead_letter")
+            == [("not an order in a dialog",)] * 2
+        )
     forward(there, app)
     answers = "SELECT convert_from(body, 'UTF8') FROM saf.receive('shop')"
     assert drained(app, answers) == '{"delivered": "A-1"}'

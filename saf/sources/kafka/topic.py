@@ -102,12 +102,20 @@ class Topic:
         place = TopicPartition(self.settings.topic, shard)
         consumer = self._consumer(shard)
         seconds = self.settings.bounds.statement_seconds
+
+        def ask(_: float) -> tuple[int, int]:
+            try:
+                return consumer.get_watermark_offsets(place, timeout=seconds)
+            except KafkaException:
+                self._next.pop(shard, None)  # waiting for the next attempt may discard a record
+                raise
+
         try:
-            low, high = self._voices.patiently(
-                consumer, lambda _: consumer.get_watermark_offsets(place, timeout=seconds), seconds
-            )
+            low, high = self._voices.patiently(consumer, ask, seconds)
         except KafkaException as error:
-            if error.args[0].code() in UNKNOWN:
+            # a client that has lost its cluster does not know the partition either: the cluster
+            # decides whether it exists
+            if error.args[0].code() in UNKNOWN and shard >= self.partitions():
                 return EMPTY
             raise self._translated(error) from None
         return _extent(int(low), int(high))
