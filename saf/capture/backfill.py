@@ -7,7 +7,7 @@ left over, and the next chunk tries it again. So a backfill takes part in no dea
 writer by a chunk at most.
 
 A message has ``"op": "read"`` and the header `saf.capture.code.BACKFILL`. Its row is locked when
-its id is drawn. So of a row's messages, the order of ids is the order of what they say: a replica
+its id is drawn. So the ids of a row's messages have the order of the row's changes: a replica
 that applies them in this order equals the table, whatever writers did in between.
 
 Rows are sent as if they had just been inserted: the capture's condition applies to them as well.

@@ -234,7 +234,7 @@ def _read(record: Record, prefix: str) -> tuple[dict[str, str], dict[str, Any], 
     texts: dict[str, str] = {}
     headers: dict[str, Any] = {}
     for given, value in record.headers.items():
-        # what a topic says of a sender, nobody has verified
+        # a topic's claim about a sender is not verified
         name = CLAIMED_FROM if given == VERIFIED_FROM else _name(given)
         headers[name] = text = _value(value)
         if isinstance(text, str):

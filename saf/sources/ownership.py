@@ -203,7 +203,7 @@ class Membership:
                 connection.execute(KNOW_SHARDS, params)
 
     def reader(self, connection: psycopg.Connection[Any]) -> int | None:
-        """Return the subscription that reads the source's service; None if there is none."""
+        """Return the subscription that reads the source's service; None without one."""
         found = fetch(connection, READER, {"service": self.settings.service})
         return int(found[0][0]) if found else None
 

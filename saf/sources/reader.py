@@ -60,7 +60,7 @@ class Read:
     share: Share
     records: Records
     rows: pa.Table | None
-    """The decoded records; None if there were none."""
+    """The decoded records; None without records."""
 
     @property
     def at(self) -> Position:

@@ -3,7 +3,7 @@
 A position is ``(0, offset + 1)``, with the offset of the next record. Some offsets have no record
 for readers: ends of transactions, aborted and compacted records. So `saf.sources.judging` counts
 offsets instead of records. Each partition has a consumer of its own, which continues where it
-stopped: assigning it anew would discard what it has fetched.
+stopped: another assignment would discard the records that it has fetched.
 """
 
 from __future__ import annotations
