@@ -2,7 +2,7 @@
 
 A message that saf wrote comes back as it was sent, from each format of `saf.destinations.mapping`:
 id, key, type, times, the sender's headers and the body. A header's value is a text in a queue, so
-a number comes back as a text. The message keeps a header ``saf-origin``, which names the broker
+a number comes back as a text. The message keeps a header ``saf-sent-by``, which names the broker
 that sent it.
 
 A CloudEvent of another writer gives its type and its partitionkey. Its attributes stay headers.
@@ -48,7 +48,7 @@ from saf.message import (
 )
 from saf.sources import Record
 
-ORIGIN = f"{RESERVED_HEADER}origin"
+SENT_BY = f"{RESERVED_HEADER}sent-by"
 """Header of a message that saf wrote into the topic: the broker_id of the broker that sent it."""
 UNDECODABLE, OVER_SIZE, NO_DIALOG = "undecodable", "over_size", "no_dialog"
 EVENT_TYPES = ("application/cloudevents+json",)
@@ -168,7 +168,7 @@ class Decoder:
                 NO_DIALOG,
             )
         own = {name: value for name, value in headers.items() if not self._is_saf_header(name)}
-        own[ORIGIN] = str(said["source"]).removeprefix(EVENT_SOURCE)
+        own[SENT_BY] = str(said["source"]).removeprefix(EVENT_SOURCE)
         message_type = said["message_type"]
         if form != "saf" and message_type == said["to_service"]:
             message_type = None  # a message without a type has its service as the event's type

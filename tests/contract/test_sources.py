@@ -158,7 +158,7 @@ def test_a_message_of_saf_comes_back_as_it_was_sent(
         **{name: value for name, value in columns.items() if name != "headers"},
     }
     assert headers == {
-        "content-type": "application/json", "trace": "7", "saf-origin": str(broker_id)
+        "content-type": "application/json", "trace": "7", "saf-sent-by": str(broker_id)
     }  # fmt: skip
 
 
