@@ -179,8 +179,8 @@ def test_each_command_that_lists_something_is_tried_here() -> None:
 
     listing = {one for one in commands(get_command(app_of_saf)) if one[-1] in LISTING}
     tried = {one[:2] if len(one) > 1 and one[1][0] != "-" else one[:1] for one in WHOLE}
-    # the one starts Spark, and shows a route's explanation; the other has a test of its own below
-    assert listing - tried == {("router", "explain"), ("fleet", "list")}
+    # the first starts Spark, and shows a route's explanation; the others have tests of their own
+    assert listing - tried == {("router", "explain"), ("fleet", "list"), ("source", "list")}
 
 
 def test_members_of_a_fleet_are_shown_whole_on_a_terminal_of_80_columns(
@@ -204,6 +204,35 @@ def test_members_of_a_fleet_are_shown_whole_on_a_terminal_of_80_columns(
     (row,) = json.loads(saf("fleet", "list", "--json", "--config", file).stdout)["members"]
     assert (row["member"], row["broker_id"]) == (member, HANDLE)
     assert row["missing_since"].startswith("2031-02-03")
+
+
+def test_sources_are_shown_whole_on_a_terminal_of_80_columns(mom: Dsn, tmp_path: Path) -> None:
+    file = configuration(tmp_path / "saf.toml", {}, {"mom": mom})
+    topic = f"{SERVICE}/payments"
+    settings = {
+        "kind": "redis",
+        "server": "redis://127.0.0.1:1",
+        "topic": topic,
+        "service": SERVICE,
+    }
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    file.write_text("\n".join([file.read_text(), "[sources.payments]", *lines, ""]))
+    with connect(mom) as connection:
+        create_service(connection, SERVICE)
+        connection.execute(
+            "WITH s AS (INSERT INTO saf.source (name, kind, topic) VALUES ('payments', 'redis', %s)"
+            " RETURNING source) INSERT INTO saf.source_shard (source, shard, start_batch, "
+            "start_position, added, pending, looked_at) "
+            "SELECT source, 0, 1767225600000, 7, 631544, 12345, now() FROM s",
+            [topic],
+        )
+    said = on_a_terminal("source", "list", "--config", str(file), columns=COLUMNS)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", said)
+    assert "\u2026" not in plain
+    for text in (topic, SERVICE, "12,345", "no running forwarder reads it"):
+        assert text in " ".join(plain.split())
+    for line in plain.splitlines():
+        assert len(line) <= COLUMNS or len(line.split()) <= 2, line
 
 
 def test_no_command_has_another_kind_of_table() -> None:

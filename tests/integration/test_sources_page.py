@@ -43,3 +43,27 @@ def test_its_commands_read_a_topic(mom: Dsn, queue: RedisServer, tmp_path: Path)
     assert "received 2 messages (payments: 2)" in done.stdout
     assert "pending: 0" in done.stdout
     assert bodies(mom) == ["1", "2"]
+
+
+@pytest.mark.slow
+def test_its_decisions_continue_a_topic_that_was_made_again(
+    mom: Dsn, queue: RedisServer, tmp_path: Path
+) -> None:
+    (tmp_path / "saf.toml").write_text(block("sources.toml"))
+    env = {"MOM_DSN": mom.conninfo, "REDIS": queue.address, "PATH": activated()}
+
+    def shell(script: str) -> str:
+        done = run(["sh", "-c", script], env=env, cwd=tmp_path)
+        return done.stdout + done.stderr
+
+    add(queue, "1", "2")
+    shell("saf service create billing --broker mom && saf forward")
+    for command, expected in zip(
+        block("continue.sh").splitlines(), (["1", "2", "3"], ["1", "2", "3"]), strict=True
+    ):
+        queue.client().delete("payments")
+        add(queue, "3")
+        assert "deleted or made again" in shell("saf forward")
+        assert "continues with" in shell(command)
+        shell("saf forward")
+        assert bodies(mom) == expected
