@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any, cast
 from uuid import uuid4
 
 import pytest
-from confluent_kafka import Producer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined] # it is public
 
 from saf.database.bounds import Bounds
+from saf.sources import BEGINNING
 from saf.sources.kafka import Kafka
+from saf.sources.kafka.topic import Topic
 from saf.sources.redis import Redis
 from saf.testing.source_conformance import SourceConformance, Written
 from tests.kafka_server import KafkaServer
@@ -105,6 +109,43 @@ class TestKafka(SourceConformance):
         return running_kafka.down
 
 
+class Hesitating:
+    """A consumer whose first question about a partition's offsets takes too long."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+        self._has_answered = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    def get_watermark_offsets(self, *given: Any, **options: Any) -> Any:
+        """Time out at the first call."""
+        if not self._has_answered:
+            self._has_answered = True
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+        return self._consumer.get_watermark_offsets(*given, **options)
+
+
+@pytest.mark.slow
+def test_a_second_question_about_a_partition_of_kafka_loses_no_record(
+    running_kafka: KafkaServer,
+) -> None:
+    topic = f"t{uuid4().hex[:8]}"
+    make(running_kafka, topic, partitions=1)
+    producer = Producer(running_kafka.client())
+    for number in range(10):
+        producer.produce(topic, str(number).encode())
+    producer.flush(30)
+    source = Topic("t", Kafka(brokers=running_kafka.address, topic=topic, service="billing"))
+    with closing(source):
+        source.connect()
+        first = source.read(0, BEGINNING, 1).records
+        source._consumers[0] = cast("Consumer", Hesitating(source._consumers[0]))
+        rest = source.read(0, first[-1].position, 20).records
+    assert [int(one.body) for one in (*first, *rest)] == [*range(10)]
+
+
 def make(server: KafkaServer, topic: str, partitions: int = 2) -> None:
     """Create a topic unless it exists."""
     admin = server.admin()
@@ -114,8 +155,6 @@ def make(server: KafkaServer, topic: str, partitions: int = 2) -> None:
 
 
 def _end(server: KafkaServer, topic: str, partition: int) -> int:
-    from confluent_kafka import Consumer
-
     consumer = Consumer(server.client() | {"group.id": "test"})
     try:
         _, end = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=30)

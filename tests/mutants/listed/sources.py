@@ -14,6 +14,14 @@ STREAM = "saf/sources/redis/stream.py"
 
 MUTANTS = (
     mutant(
+        "a_record_that_a_second_question_to_kafka_has_discarded_is_lost",
+        "saf/sources/kafka/topic.py",
+        "                self._next.pop(shard, None)  # waiting",
+        "                pass  # waiting",
+        "contract/test_source_conformance.py::"
+        "test_a_second_question_about_a_partition_of_kafka_loses_no_record",
+    ),
+    mutant(
         "a_topic_that_was_set_back_is_read_on",
         JUDGING,
         "if extent.last < progress.position:",
