@@ -237,7 +237,7 @@ class WithRun(Panels):
 
 backfills = Commands(
     cls=WithRun,
-    help="Backfills: send the existing rows of a captured table, by `saf backfill TABLE`.",
+    help="Backfills: send the rows of a captured table; `saf backfill TABLE`.",
 )
 
 

@@ -312,7 +312,7 @@ RULES = Options(
 def set_service(
     name: Service, *, rules: Annotated[Rules, RULES], why: Why = "", round_: AtStore
 ) -> None:
-    """Limit a service, or divide its deliveries fairly among groups of messages.
+    """Limit a service, or divide its deliveries fairly among groups.
 
     This concerns the service's own subscription, in all processes. Limits take effect within a
     second; dispatchers do not obey them, because endpoints have limits of their own. With
@@ -496,7 +496,7 @@ def pause_subscription(name: Subscription, *, why: Why = "", round_: AtStore) ->
 def set_subscription(
     name: Subscription, *, rules: Annotated[Rules, RULES], why: Why = "", round_: AtStore
 ) -> None:
-    """Limit a subscription, or divide its deliveries fairly among groups of messages.
+    """Limit a subscription, or divide its deliveries among groups.
 
     See `saf service set`.
     """
