@@ -26,6 +26,7 @@ from saf.errors import (
 )
 from saf.failpoints import arm
 from saf.operating.figures import asker
+from saf.operating.sources import resume
 from saf.telemetry.metrics import SOURCE_PENDING
 from tests.pipeline import bodies, connect, forward
 from tests.programs import saf
@@ -62,7 +63,8 @@ def test_a_topic_is_read_in_order_and_once_over_many_turns(
     source = redis_source(queue, chunk_rows=7)
     assert read(source, billing).chunks == 0  # the stream does not exist yet
     add(queue, *numbers(40))
-    assert read(source, billing).messages == 40
+    turn = read(source, billing)
+    assert (turn.messages, turn.dropped) == (40, 0)
     assert read(source, billing).messages == 0
     add(queue, *numbers(20, 40))
     with reading(source, billing) as reader:
@@ -351,6 +353,26 @@ def test_a_process_that_still_reads_stores_nothing_after_an_operators_decision(
         assert bodies(billing) == ["1"]
         reader.turn(lambda: False)
     assert bodies(billing) == ["1", "3"]
+
+
+def test_an_operator_may_decide_between_reading_and_storing(
+    queue: RedisServer, billing: Dsn, tmp_path: Path
+) -> None:
+    settings = load(written(tmp_path / "saf.toml", billing, queue))
+    add(queue, "1")
+
+    def decide() -> None:
+        resume(settings, "payments", "latest", "by hand")
+
+    with reading(redis_source(queue), billing) as reader:
+        arm("source_read", decide)
+        turn = reader.turn(lambda: False)
+        arm("")
+        assert turn.messages == 0
+        assert bodies(billing) == []
+        add(queue, "2")
+        reader.turn(lambda: False)
+    assert bodies(billing) == ["2"]
 
 
 def test_reading_may_begin_at_the_end(queue: RedisServer, billing: Dsn) -> None:
