@@ -513,52 +513,44 @@ class Settings(_Sources):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _endpoints_have_an_inbox(self) -> Settings:
-        brokers = [name for name, place in self.destinations.items() if place.broker() is not None]
+    def _endpoints_and_sources_have_an_inbox(self) -> Settings:
         for name, endpoint in self.endpoints.items():
-            if endpoint.broker is None and len(brokers) != 1:
-                raise ValueError(
-                    f"endpoints.{name}: whose inbox has its messages? Set broker = "
-                    f"{' or '.join(map(repr, brokers)) or 'a destination that is a broker'}"
-                )
-            if endpoint.broker is not None and endpoint.broker not in brokers:
-                raise ValueError(
-                    f"endpoints.{name}.broker is {endpoint.broker!r}, which is not a destination "
-                    f"with an inbox{did_you_mean(endpoint.broker, brokers)}"
-                )
+            question = "whose inbox has its messages?"
+            self._must_have_an_inbox(f"endpoints.{name}", "broker", endpoint.broker, question)
+        for name, source in self.sources.items():
+            question = "which inbox stores its messages?"
+            self._must_have_an_inbox(f"sources.{name}", "into", source.into, question)
         return self
 
-    @pydantic.model_validator(mode="after")
-    def _sources_have_an_inbox(self) -> Settings:
+    def _must_have_an_inbox(self, table: str, key: str, named: str | None, question: str) -> None:
+        """Raise a ValueError unless a destination with an inbox is named, or is the only one."""
         brokers = [name for name, place in self.destinations.items() if place.broker() is not None]
-        for name, source in self.sources.items():
-            if source.into is None and len(brokers) != 1:
-                raise ValueError(
-                    f"sources.{name}: which inbox stores its messages? Set into = "
-                    f"{' or '.join(map(repr, brokers)) or 'a destination that is a broker'}"
-                )
-            if source.into is not None and source.into not in brokers:
-                raise ValueError(
-                    f"sources.{name}.into is {source.into!r}, which is not a destination with an "
-                    f"inbox{did_you_mean(source.into, brokers)}"
-                )
-        return self
+        if named is None and len(brokers) != 1:
+            raise ValueError(
+                f"{table}: {question} Set {key} = "
+                f"{' or '.join(map(repr, brokers)) or 'a destination that is a broker'}"
+            )
+        if named is not None and named not in brokers:
+            raise ValueError(
+                f"{table}.{key} is {named!r}, which is not a destination with an inbox"
+                f"{did_you_mean(named, brokers)}"
+            )
 
     def inbox_for(self, source: str) -> tuple[str, Dsn]:
         """Return the destination whose inbox stores the messages of a source, and its database."""
-        into = self.sources[source].into
-        for name, place in self.destinations.items():
-            dsn = place.broker()
-            if dsn is not None and into in (None, name):
-                return name, dsn
-        raise ConfigurationError(f"sources.{source} has no inbox")
+        return self._inbox(self.sources[source].into)
 
     def inbox_of(self, endpoint: Endpoint) -> Dsn:
         """Return the database whose inbox has the messages of an endpoint."""
-        places = (
-            (self.destinations[endpoint.broker],) if endpoint.broker else self.destinations.values()
+        return self._inbox(endpoint.broker)[1]
+
+    def _inbox(self, named: str | None) -> tuple[str, Dsn]:
+        """Return the destination with an inbox that is named, or the only one, and its database."""
+        return next(
+            (name, dsn)
+            for name, place in self.destinations.items()
+            if named in (None, name) and (dsn := place.broker()) is not None
         )
-        return next(dsn for place in places if (dsn := place.broker()) is not None)
 
     @property
     def declared(self) -> Declared:
