@@ -428,7 +428,7 @@ def test_a_snapshot_lists_transactions_by_number(app: Dsn) -> None:
 
 @every_postgresql
 def test_who_could_receive_before_a_migration_can_afterwards(house: Dsn) -> None:
-    """Up and down: new functions are granted to the roles that may call saf.receive."""
+    """Up and down: later revisions leave the functions to the roles that may call them."""
     dialog = answered(house)
     role = f"receiver_{house.database}"
     with connect(house) as connection:

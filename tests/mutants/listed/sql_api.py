@@ -315,11 +315,4 @@ MUTANTS: list[Mutant] = [
         "pg_current_xact_id());",
         f"{CHOSEN}::test_a_look_that_finds_nothing_writes_nothing",
     ),
-    mutant(
-        "a migration takes saf.receive from its callers",
-        "migrations/versions/0047_sql_taking.py",
-        "    apply(GRANT.replace(",
-        "    len(GRANT.replace(",
-        f"{CHOSEN}::test_who_could_receive_before_a_migration_can_afterwards",
-    ),
 ]

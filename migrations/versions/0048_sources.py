@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from saf.broker.migrate import apply, baseline
 
-revision = "0049"
-down_revision = "0048"
+revision = "0048"
+down_revision = "0047"
 
 REFUSE = """
 DO $$ BEGIN
     IF EXISTS (SELECT FROM saf.source_shard WHERE start_batch IS NOT NULL) THEN
-        RAISE EXCEPTION USING MESSAGE = 'sources were read, and revision 0048 has no place for '
+        RAISE EXCEPTION USING MESSAGE = 'sources were read, and revision 0047 has no place for '
             'that: forget them with `saf source forget NAME`';
     END IF;
 END $$;

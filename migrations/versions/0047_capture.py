@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from saf.broker.migrate import apply, baseline
 
-revision = "0048"
-down_revision = "0047"
+revision = "0047"
+down_revision = "0046"
 
 REFUSE_CAPTURES = """
 DO $$ BEGIN
     IF EXISTS (SELECT FROM saf.capture) THEN
-        RAISE EXCEPTION USING MESSAGE = 'tables have captures, and revision 0047 has no place for '
+        RAISE EXCEPTION USING MESSAGE = 'tables have captures, and revision 0046 has no place for '
             'them: remove them with `saf capture remove`';
     END IF;
 END $$;
