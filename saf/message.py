@@ -227,6 +227,8 @@ made under that name; see `saf.engine.storing`."""
 ORIGIN, HOPS = f"{RESERVED_HEADER}origin", f"{RESERVED_HEADER}hops"
 """Headers of messages that routing services send on: the first signature (`saf.signing.origin`),
 and the number of routing services that the message has come by."""
+MAX_HOPS = 16
+"""Most routers in a row, and most routing services that a message may come by."""
 UNSIGNED, UNKNOWN_KEY, ALTERED = "unsigned", "unknown_key", "altered"
 """Reasons of dead letters that a receiver has refused; see `saf.signing.verifier`."""
 HELLO = f"{RESERVED_HEADER}dialog"

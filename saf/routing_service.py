@@ -45,9 +45,9 @@ from saf.dialogs.endpoints import columns
 from saf.dialogs.passing import begin_partner, partner, pass_on
 from saf.dialogs.statements import END, ERROR, TIMER, Code
 from saf.engine.classifying import as_table
-from saf.engine.resolving import MAX_HOPS, Matcher, Resolver
+from saf.engine.resolving import Matcher, Resolver
 from saf.errors import ConfigurationError, Unavailable, UnreadableHeaders
-from saf.message import DEFAULT_MAX_BYTES, HOPS, ORIGIN, SIGNATURE, Number, Row, as_json
+from saf.message import DEFAULT_MAX_BYTES, HOPS, MAX_HOPS, ORIGIN, SIGNATURE, Number, Row, as_json
 from saf.received import Received
 from saf.receiving.delivery import Delivery
 from saf.receiving.link import connected

@@ -19,10 +19,11 @@ An archive of a log is a folder of Parquet, or a table of a kind that supports a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 from pydantic import BeforeValidator, SerializeAsAny
 
@@ -31,6 +32,8 @@ from saf.destinations.settings import DestinationSettings
 if TYPE_CHECKING:
     from saf.database import Dsn
     from saf.log.ring import Archive
+
+S = TypeVar("S")
 
 GROUP = "saf.destinations"
 DEFAULT = "postgresql"
@@ -48,31 +51,66 @@ OURS = {
 }
 
 
-def known() -> list[str]:
-    """Return the names of all kinds."""
-    return sorted({*OURS, *(declared.name for declared in entry_points(group=GROUP))})
+class Kinds(Generic[S]):
+    """Kinds of one group of entry points: saf's own, and those of other packages.
+
+    Args:
+        group: the group of entry points.
+        ours: saf's own kinds, each as ``module:class``.
+        base: the class that the settings of each kind derive from.
+        called: the words for a kind in errors.
+    """
+
+    def __init__(
+        self, group: str, ours: Mapping[str, str], base: type[S], called: str = "kind"
+    ) -> None:
+        self._group = group
+        self._ours = ours
+        self._base = base
+        self._called = called
+
+    def known(self) -> list[str]:
+        """Return the names of all kinds."""
+        declared = entry_points(group=self._group)
+        return sorted({*self._ours, *(one.name for one in declared)})
+
+    def settings_of(self, kind: str) -> type[S]:
+        """Return the class of settings of a kind.
+
+        Raises:
+            ValueError: the kind does not exist, or its package cannot be imported.
+        """
+        cls: Any
+        if kind in self._ours:
+            module, _, name = self._ours[kind].partition(":")
+            cls = getattr(import_module(module), name)
+        else:
+            declared = next(iter(entry_points(group=self._group, name=kind)), None)
+            if declared is None:
+                raise ValueError(
+                    f"unknown {self._called} {kind!r}, only {', '.join(self.known())}; is its "
+                    "package installed?"
+                )
+            cls = _imported(declared)
+        if not (isinstance(cls, type) and issubclass(cls, self._base)):
+            raise ValueError(  # noqa: TRY004 - a setting is at fault, for pydantic
+                f"kind {kind!r} is {cls!r}, which is not a class of settings: its package is at "
+                "fault"
+            )
+        return cls
+
+
+KINDS = Kinds(GROUP, OURS, DestinationSettings)
+known = KINDS.known
 
 
 def settings_of(kind: str) -> type[DestinationSettings]:
     """Return the class of settings of a kind.
 
     Raises:
-        ValueError: the kind does not exist, or its package cannot be imported.
+        ValueError: the kind does not exist, or its package cannot be imported, or is incomplete.
     """
-    if kind in OURS:
-        module, _, name = OURS[kind].partition(":")
-        cls = getattr(import_module(module), name)
-    else:
-        declared = next(iter(entry_points(group=GROUP, name=kind)), None)
-        if declared is None:
-            raise ValueError(
-                f"unknown kind {kind!r}, only {', '.join(known())}; is its package installed?"
-            )
-        cls = _imported(declared)
-    if not (isinstance(cls, type) and issubclass(cls, DestinationSettings)):
-        raise ValueError(  # noqa: TRY004 - a setting is at fault, for pydantic
-            f"kind {kind!r} is {cls!r}, which is not a class of settings: its package is at fault"
-        )
+    cls = KINDS.settings_of(kind)
     if cls.open is DestinationSettings.open and not hasattr(cls, "stores"):
         raise ValueError(f"kind {kind!r} has neither `open` nor `stores`: its package is at fault")
     return cls

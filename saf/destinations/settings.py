@@ -294,8 +294,8 @@ class DestinationSettings(BaseModel):
         return " ".join(text.split())
 
 
-class LinkedSettings(DestinationSettings):
-    """Base class for the settings of kinds with links."""
+class BoundedSettings(pydantic.BaseModel):
+    """Base class for settings that know saf.toml's ``[bounds]``."""
 
     _bounds: Bounds = PrivateAttr(default_factory=Bounds)
 
@@ -309,6 +309,10 @@ class LinkedSettings(DestinationSettings):
         copy = self.model_copy()
         copy._bounds = bounds
         return copy
+
+
+class LinkedSettings(BoundedSettings, DestinationSettings):
+    """Base class for the settings of kinds with links."""
 
     def connected(self, name: str) -> AbstractContextManager[Any]:
         """Open a link for a ``with`` block; it has `identity`, `known` and `guarantee` at least.

@@ -38,7 +38,7 @@ from saf.engine.classifying import (
     by_python,
 )
 from saf.errors import ConfigurationError, SafError, Unroutable
-from saf.message import MAX_KEY, MAX_NAME
+from saf.message import MAX_HOPS, MAX_KEY, MAX_NAME
 from saf.routing.functions import Classify
 from saf.routing.matching import (
     ARROW,
@@ -56,7 +56,6 @@ from saf.routing.routers import load
 from saf.setaside.lane import Lane
 from saf.setaside.parking import ADDRESS
 
-MAX_HOPS = 16
 MOST_COMPARED = 32
 """How many routed services are compared with one that has no route."""
 LATER = "of its dialog, the first message was not resolved"

@@ -36,6 +36,7 @@ from saf.message import (
     FRAGMENT,
     HELLO,
     HOPS,
+    MAX_HOPS,
     ORIGIN,
     RESERVED_TYPE,
     SIGNATURE,
@@ -53,8 +54,6 @@ ERROR = f"{RESERVED_TYPE}error"
 REPLACED = frozenset({HELLO, WHOLE, HOPS})
 """Headers that each hop sets itself. The envelope has those of the first message."""
 
-MOST_ROUTERS = 16
-"""Most routers in an envelope: routing services refuse a message that has passed more."""
 LONGEST_ERROR = 64 * 1024
 """Longest body of an Error that an envelope holds, in bytes."""
 
@@ -157,7 +156,7 @@ class Envelope:
             )
         except (TypeError, ValueError):
             return None
-        fits = 0 < len(found.routers) <= MOST_ROUTERS and REPLACED.issuperset(found.headers)
+        fits = 0 < len(found.routers) <= MAX_HOPS and REPLACED.issuperset(found.headers)
         return found if fits and not known else None
 
     @property

@@ -15,12 +15,11 @@ imported where they are used.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr
+from pydantic import AfterValidator, ConfigDict
 
-from saf.database.bounds import Bounds
-from saf.destinations.settings import refuse_shown_secrets, unusable, within
+from saf.destinations.settings import BoundedSettings, refuse_shown_secrets, unusable, within
 from saf.message import MAX_NAME, fits
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def _name(text: str) -> str:
     return text
 
 
-class SourceSettings(BaseModel):
+class SourceSettings(BoundedSettings):
     """Address of a topic, and what its messages become."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
@@ -65,23 +64,10 @@ class SourceSettings(BaseModel):
     chunk_rows: Annotated[int, within(1, 1_000_000)] = 10_000
     """Messages to read at a time, and to store in one transaction."""
 
-    _bounds: Bounds = PrivateAttr(default_factory=Bounds)
-
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Reject a field that may show a secret."""
         refuse_shown_secrets(cls)
-
-    @property
-    def bounds(self) -> Bounds:
-        """Limits of all waits."""
-        return self._bounds
-
-    def bounded(self, bounds: Bounds) -> Self:
-        """Return these settings with saf.toml's ``[bounds]``."""
-        copy = self.model_copy()
-        copy._bounds = bounds
-        return copy
 
     def open(self, name: str) -> Source:
         """Return the source, not connected yet.

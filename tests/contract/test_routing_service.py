@@ -15,8 +15,8 @@ from saf.broker.services import create_service
 from saf.database import Dsn, fetch
 from saf.dialogs.dialog import FRAGMENT_BYTES
 from saf.dialogs.statements import Code
-from saf.engine.resolving import MAX_HOPS
 from saf.errors import ConfigurationError, UsageError
+from saf.message import MAX_HOPS
 from saf.operating.decide import discard
 from saf.routing.routers import add_router, enable_router
 from saf.routing.routes import add_route, remove_route

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.engine.classifying import as_answers
-from saf.engine.resolving import MAX_HOPS, Mask, Matcher, Resolver
+from saf.engine.resolving import Mask, Matcher, Resolver
+from saf.message import MAX_HOPS
 from saf.routing.matching import KEY, MESSAGE, PYTHON, SQL, Route, Router, Routes
 from saf.routing.resolved import Resolved
 
