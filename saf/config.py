@@ -778,6 +778,20 @@ def _known(table: list[str], tables: Mapping[str, Any]) -> list[str]:
     return list((models[table[0]] if table else Settings).model_fields)
 
 
+def table_named(tables: Mapping[str, S], title: str, name: str, option: str = "") -> S:
+    """Return the settings of a table ``[title.name]`` of saf.toml.
+
+    Raises:
+        ConfigurationError: no table has this name; the error begins with ``option``, if given.
+    """
+    if name not in tables:
+        raise ConfigurationError(
+            f"{option and f'{option}: '}no [{title}.{name}] in saf.toml"
+            f"{did_you_mean(name, tables)}, only {', '.join(tables) or 'none'}"
+        )
+    return tables[name]
+
+
 def did_you_mean(name: str, known: Any) -> str:
     """Suggest the nearest known name in words; return an empty text if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1)

@@ -36,12 +36,12 @@ from typer.core import TyperGroup
 from saf.broker import health
 from saf.cli.alive import answered, waiting
 from saf.cli.console import Table, complain, echo, ends, say_next
-from saf.config import Broker, Settings, did_you_mean, load
+from saf.config import Broker, Settings, load, table_named
 from saf.database import check_schema, unavailable_if_lost
 from saf.database.background import Background
 from saf.database.queries import Page
 from saf.destinations.settings import DestinationSettings
-from saf.errors import ConfigurationError, SafError, SchemaMissing, UsageError
+from saf.errors import SafError, SchemaMissing, UsageError
 from saf.operating.places import Candidate, Listing, chosen, everywhere, store, stores
 from saf.operating.wording import MOST_PLACES
 from saf.routing.matching import Routes
@@ -288,13 +288,7 @@ def named(settings: Settings, destination: str) -> DestinationSettings:
     Raises:
         ConfigurationError: no destination has this name.
     """
-    if destination not in settings.destinations:
-        raise ConfigurationError(
-            f"no [destinations.{destination}] in saf.toml"
-            f"{did_you_mean(destination, settings.destinations)}, only "
-            f"{', '.join(settings.destinations) or 'none'}"
-        )
-    return settings.destinations[destination]
+    return table_named(settings.destinations, "destinations", destination)
 
 
 def routes_of(settings: Settings) -> Callable[[psycopg.Connection[Any]], Routes]:

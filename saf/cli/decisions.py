@@ -40,8 +40,8 @@ from saf.cli.brokers import (
     round_at,
 )
 from saf.cli.console import confirm, echo
-from saf.config import did_you_mean, load
-from saf.errors import ConfigurationError, UsageError
+from saf.config import load, table_named
+from saf.errors import UsageError
 from saf.operating.decide import Decision, in_chunks
 from saf.operating.places import everywhere
 from saf.operating.wording import counted, first_of, named, none_at
@@ -181,12 +181,7 @@ def unknown(criteria: Selection[Any], places: Collection[str]) -> UsageError:
 
 def _redirected(to: str, config: Path | None, broker: str | None) -> Target:
     settings = load(config)
-    if to not in settings.destinations:
-        raise ConfigurationError(
-            f"--to {to}: no [destinations.{to}] in saf.toml"
-            f"{did_you_mean(to, settings.destinations)}, only "
-            f"{', '.join(settings.destinations) or 'none'}"
-        )
+    table_named(settings.destinations, "destinations", to, f"--to {to}")
     round_ = Round(everywhere(settings, broker), settings)
     return Target(round_=round_, decision=Decision(action="redirect", to=to))
 

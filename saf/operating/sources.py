@@ -18,9 +18,9 @@ from uuid import UUID
 import psycopg
 
 from saf.broker import health
-from saf.config import Settings, did_you_mean
+from saf.config import Settings, table_named
 from saf.database import DURABLY, Dsn, check_schema, fetch, unavailable_if_lost
-from saf.errors import ConfigurationError, UsageError, no_service, placed
+from saf.errors import UsageError, no_service, placed
 from saf.setaside.audit import audit
 from saf.sources import BEGINNING, Extent, Progress
 from saf.sources.judging import judge
@@ -99,12 +99,7 @@ def named(settings: Settings, name: str) -> SourceSettings:
     Raises:
         ConfigurationError: no source has this name.
     """
-    if name not in settings.sources:
-        raise ConfigurationError(
-            f"no [sources.{name}] in saf.toml{did_you_mean(name, settings.sources)}, only "
-            f"{', '.join(settings.sources) or 'none'}"
-        )
-    return settings.sources[name]
+    return table_named(settings.sources, "sources", name)
 
 
 def status(settings: Settings, name: str) -> SourceStatus:
