@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from saf.database.bounds import Bounds
 from saf.destinations.nats import Nats
 from saf.destinations.nats.connection import Connection, NoResponders, status
 from saf.destinations.nats.server import answered
+from saf.testing.source_conformance import Written
 from saf_demo import servers
 from saf_demo.servers import free_port
 from tests.killable import Killable
@@ -75,6 +77,21 @@ class NatsServer(Killable):
         """The answer of JetStream."""
         with self.connected() as one:
             return answered(one.request(subject, json.dumps(said).encode() if said else b""))
+
+    def publish(self, subject: str, messages: Iterable[Written]) -> None:
+        """Publish messages with any bytes in their headers, which the usual client cannot."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as raw:
+            raw.sendall(b'CONNECT {"headers": true, "verbose": false}\r\n')
+            for one in messages:
+                lines = (name.encode() + b": " + value for name, value in one.headers)
+                head = b"".join(line + b"\r\n" for line in (b"NATS/1.0", *lines, b""))
+                size, whole = len(head), len(head) + len(one.body)
+                raw.sendall(b"HPUB %b %d %d\r\n" % (subject.encode(), size, whole))
+                raw.sendall(head + one.body + b"\r\n")
+            raw.sendall(b"PING\r\n")
+            answer = b""
+            while b"PONG" not in answer:
+                answer += raw.recv(4096)
 
     def empty(self) -> None:
         """Let it lose everything."""

@@ -367,6 +367,19 @@ sasl_oauthbearer_scope = "kafka"
 sasl_oauthbearer_extensions = "logicalCluster=lkc-1"
 https_ca_file = "/etc/ssl/login-ca.pem"
 
+[sources.shipments]
+kind = "nats"
+server = "tls://nats-1.example.com:4222,nats-2.example.com:4222"
+stream = "SHIPMENTS"
+topic = "shipments.*"
+service = "shipping"
+into = "mom"
+username = "saf"
+password = "${NATS_PASSWORD}"
+ca_file = "/etc/ssl/nats-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+
 [endpoints.orders]
 url = "https://orders.example.com/hooks"
 token_url = "https://login.example.com/oauth/token"

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from saf.database import Dsn, fetch
+from saf.sources.nats import Nats
 from saf.sources.reader import Reader, Turn
 from saf.sources.redis import Redis
 from saf.sources.settings import SourceSettings
+from saf.testing.source_conformance import Written
+from tests.nats_server import NatsServer
 from tests.pipeline import connect
 from tests.redis_server import RedisServer
+from tests.waits import until
 
-TOPIC = "payments"
+TOPIC, STREAM = "payments", "PAYMENTS"
 
 
 def redis_source(server: RedisServer, **more: Any) -> Redis:
@@ -27,6 +31,34 @@ def add(server: RedisServer, *bodies: str | bytes, **fields: str) -> list[str]:
     """Add entries to the stream; return their ids."""
     client = server.client()
     return [client.xadd(TOPIC, {"body": body, **fields}).decode() for body in bodies]
+
+
+def nats_source(server: NatsServer, **more: Any) -> Nats:
+    """A stream of a server as a source."""
+    given = {"server": server.address, "stream": "PAYMENTS", "topic": f"{TOPIC}.*"}
+    return Nats(**{**given, "service": "billing", **more})
+
+
+def add_to_nats(
+    server: NatsServer, records: Sequence[Written], subject: str = f"{TOPIC}.eu", **more: Any
+) -> None:
+    """Add messages to the stream, which is created if it does not exist."""
+    if STREAM not in (server.ask("$JS.API.STREAM.NAMES")["streams"] or ()):
+        given = {"name": STREAM, "subjects": [f"{TOPIC}.>"], "allow_direct": True}
+        server.ask(f"$JS.API.STREAM.CREATE.{STREAM}", **(given | more))
+    before = server.ask(f"$JS.API.STREAM.INFO.{STREAM}")["state"]["last_seq"]
+    server.publish(subject, records)
+    until(
+        lambda: (
+            server.ask(f"$JS.API.STREAM.INFO.{STREAM}")["state"]["last_seq"]
+            == before + len(records)
+        )
+    )
+
+
+def texts(bodies: Sequence[str]) -> list[Written]:
+    """Messages with these bodies, and nothing else."""
+    return [Written(body=body.encode()) for body in bodies]
 
 
 @contextmanager
@@ -81,6 +113,15 @@ def written(
     settings = {
         "kind": "redis", "server": address, "topic": TOPIC, "service": "billing", **more
     }  # fmt: skip
+    return _written(file, mom, settings, app)
+
+
+def written_of(file: Path, mom: Dsn, source: SourceSettings) -> Path:
+    """Write a saf.toml with a source of any kind, without secrets."""
+    return _written(file, mom, source.model_dump(exclude_defaults=True) | {"kind": source.kind})
+
+
+def _written(file: Path, mom: Dsn, settings: dict[str, Any], app: Dsn | None = None) -> Path:
     lines = [
         *([f"[brokers.app]\ndsn = {json.dumps(app.conninfo)}"] if app else []),
         f"[destinations.mom]\ndsn = {json.dumps(mom.conninfo)}",

@@ -172,7 +172,7 @@ def optimize(
         raise UsageError(
             f"destination {name!r} is of kind {destination.kind!r}: only delta has tables"
         )
-    with client_needed(name, "delta"):
+    with client_needed(f"destination {name!r}", "delta"):
         from saf.destinations.delta.table import optimize as care_for
     with waiting(f"optimizing the table of destination {name!r}"):
         done = care_for(name, destination, keep_hours=keep_hours, dry_run=dry_run)

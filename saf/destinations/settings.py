@@ -277,7 +277,7 @@ class DestinationSettings(BaseModel):
     def _module(self, name: str, module: str) -> ModuleType:
         """Import a module of the kind's folder; raise `Refused` if the client is missing."""
         folder = self._folder()
-        with client_needed(name, folder) if self.client else nullcontext():
+        with client_needed(f"destination {name!r}", folder) if self.client else nullcontext():
             return import_module(f"{__package__}.{folder}.{module}")
 
     # Secrets
@@ -379,6 +379,16 @@ def unusable(what: str, reason: str, cure: str) -> Refused:
     return error
 
 
+def rights(what: str) -> str:
+    """Return the cure if a server denies a right.
+
+    >>> rights("source 'payments'")
+    'let its user do what docs/sources.md lists'
+    """
+    page = "sources" if what.startswith("source ") else "destinations"
+    return f"let its user do what docs/{page}.md lists"
+
+
 @contextmanager
 def readable(what: str, said: str, cure: str) -> Iterator[None]:
     """Read a destination's own state in this block. If it is damaged, no message is at fault.
@@ -396,8 +406,8 @@ def readable(what: str, said: str, cure: str) -> Iterator[None]:
 
 
 @contextmanager
-def client_needed(name: str, extra: str) -> Iterator[None]:
-    """Import a client in this block. If it is missing, only this destination's messages wait.
+def client_needed(what: str, extra: str) -> Iterator[None]:
+    """Import a client in this block. If it is missing, only the messages of ``what`` wait.
 
     Raises:
         Refused: the extra is not installed here.
@@ -406,7 +416,7 @@ def client_needed(name: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise unusable(
-            f"destination {name!r}",
+            what,
             f"its client is not installed here ({error})",
             f"install it: pip install 'saf-outbox[{extra}]', also where Spark's executors are",
         ) from None

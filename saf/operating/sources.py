@@ -22,19 +22,20 @@ from saf.config import Settings, table_named
 from saf.database import DURABLY, Dsn, check_schema, fetch, unavailable_if_lost
 from saf.errors import UsageError, no_service, placed
 from saf.setaside.audit import audit
-from saf.sources import BEGINNING, Extent, Progress
+from saf.sources import BEGINNING, GONE, Extent, Progress
 from saf.sources.judging import judge
 from saf.sources.ownership import FIND, MARK, READER
 from saf.sources.settings import SourceSettings, Start
 
 STATUS = f"""
 SELECT s.shard, s.start_batch, s.start_position, s.added, s.pending, s.looked_at, m.name,
-       mark.batch, mark.position
-FROM saf.source_shard s LEFT JOIN saf.source_member m ON m.member_id = s.owner
+       topic_id, mark.batch, mark.position
+FROM saf.source_shard s JOIN saf.source USING (source)
+LEFT JOIN saf.source_member m ON m.member_id = s.owner
 LEFT JOIN LATERAL {MARK} AS mark ON true
 WHERE s.source = %(source)s ORDER BY s.shard
 """
-LOCK = "SELECT source, topic_id FROM saf.source WHERE name = %(name)s FOR UPDATE"
+LOCK = "SELECT source FROM saf.source WHERE name = %(name)s FOR UPDATE"
 FORGET = "DELETE FROM saf.source WHERE source = %(source)s"
 BEGIN_ANEW = """
 INSERT INTO saf.source (name, kind, topic, topic_id)
@@ -134,9 +135,10 @@ def _status(
                 pending=pending,
                 looked_at=looked_at,
                 owner=owner,
+                topic_id=topic_id,
             )
-            for shard, start, start_position, added, pending, looked_at, owner, batch, position
-            in rows
+            for shard, start, start_position, added, pending, looked_at, owner, topic_id, batch,
+            position in rows
         ),
     )  # fmt: skip
 
@@ -154,14 +156,12 @@ def examine(settings: Settings, name: str) -> Iterator[tuple[str, str]]:
             services = [service for (service,) in fetch(connection, "SELECT name FROM saf.service")]
             what = no_service(f"destination {into!r}", [source.service], known=services)
             yield what, f"`saf service create {source.service} --broker {into}`; its messages wait"
+    extents = dict(enumerate(_extents(name, source)))
     for partition in known.partitions:
-        if partition.position > BEGINNING:
-            extent = _extents(name, source)[partition.shard]
-            if error := judge(name, source.topic, partition, extent):
-                yield str(error), f"decide: `saf source continue {name}`"
-                return
-    if not known.partitions:
-        _extents(name, source)
+        extent = extents.get(partition.shard, GONE)
+        if error := judge(name, source.topic, partition, extent):
+            yield str(error), f"decide: `saf source continue {name}`"
+            return
 
 
 def _extents(name: str, source: SourceSettings) -> list[Extent]:
@@ -182,8 +182,8 @@ def resume(
     into, dsn = settings.inbox_for(name)
     with closing(source.open(name)) as opened:
         opened.connect()
-        topic_id = opened.topic_id()
         extents = [opened.extent(shard) for shard in range(opened.partitions())]
+    topic_id = next((extent.topic_id for extent in extents), None)
     with _inbox(into, dsn, "source") as connection:
         with connection.transaction():
             old = _forget(connection, name, into)

@@ -49,6 +49,12 @@ class Extent:
     """Number of these that no longer exist."""
     exists: bool = True
     """False if the topic does not exist."""
+    topic_id: str | None = None
+    """Id that the topic got when it was created; None if its broker gives none."""
+
+
+GONE = Extent(last=BEGINNING, first=None, added=0, removed=0, exists=False)
+"""Extent of a partition that does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +66,8 @@ class Progress:
     """Position of the last message that was read."""
     added: int | None
     """Number of messages up to that position, as `Extent.added` counts them; None: unknown."""
+    topic_id: str | None = None
+    """Id of the topic that was read; None: unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +81,8 @@ class Record:
     """Key of the record, where the broker's records have keys."""
     created_at: datetime | None = None
     """Time at which the broker added it; None if unknown."""
+    problem: str | None = None
+    """Why the record cannot be read; None if it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +111,6 @@ class Source(Protocol):
             Unavailable: the broker does not answer.
             Refused: an operator must fix something.
         """
-
-    def topic_id(self) -> str | None:
-        """Return the id that the topic got when it was created; None if its broker gives none."""
 
     def partitions(self) -> int:
         """Return the number of partitions."""

@@ -134,6 +134,8 @@ class Decoder:
         return row
 
     def _message(self, shard: int, record: Record) -> Row:
+        if record.problem is not None:
+            raise Undecodable(record.problem)
         texts, headers, body = _read(record, self.prefix)
         if len(body) > self.max_bytes:
             raise Undecodable(

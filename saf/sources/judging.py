@@ -14,8 +14,8 @@ from saf.sources import BEGINNING, Extent, Progress
 def judge(name: str, topic: str, progress: Progress, extent: Extent) -> SafError | None:
     """Return why a partition must not be read from its mark; None if it may be.
 
-    >>> def judged(mark, read, **extent):
-    ...     progress = Progress(shard=0, position=mark, added=read)
+    >>> def judged(mark, read, known=None, **extent):
+    ...     progress = Progress(shard=0, position=mark, added=read, topic_id=known)
     ...     error = judge("payments", "t", progress, Extent(**extent))
     ...     return type(error).__name__
     >>> judged((0, 5), 5, last=(0, 9), first=(0, 1), added=9, removed=0)
@@ -41,9 +41,17 @@ def judge(name: str, topic: str, progress: Progress, extent: Extent) -> SafError
     'TopicMadeAgain'
     >>> judged((0, 5), 5, last=(7, 9), first=(7, 1), added=9, removed=0)
     'TopicMadeAgain'
+
+    Or it has another id:
+
+    >>> judged((0, 5), 5, "a", last=(0, 9), first=(0, 1), added=9, removed=0, topic_id="b")
+    'TopicMadeAgain'
     """
     if progress.position > BEGINNING and not extent.exists:
         return TopicMadeAgain(name, topic, "it does not exist")
+    if None not in (progress.topic_id, extent.topic_id) and progress.topic_id != extent.topic_id:
+        how = f"its id was {progress.topic_id}, and is {extent.topic_id}"
+        return TopicMadeAgain(name, topic, how)
     if extent.last < progress.position:
         return SourceSetBack(name, topic, progress.shard, progress.position, extent.last)
     return None if progress.added is None else _counted(name, topic, progress, extent)

@@ -19,7 +19,11 @@ from saf.destinations.kinds import Kinds
 from saf.sources.settings import SourceSettings
 
 GROUP = "saf.sources"
-OURS = {"kafka": "saf.sources.kafka:Kafka", "redis": "saf.sources.redis:Redis"}
+OURS = {
+    "kafka": "saf.sources.kafka:Kafka",
+    "nats": "saf.sources.nats:Nats",
+    "redis": "saf.sources.redis:Redis",
+}
 
 
 KINDS = Kinds(GROUP, OURS, SourceSettings, "kind of source")

@@ -20,18 +20,19 @@ import psycopg
 
 from saf.database import DURABLY, fetch
 from saf.destinations.marks import Mark
-from saf.errors import Fenced, SourceChanged, TopicMadeAgain
+from saf.errors import Fenced, SourceChanged
 from saf.log.shards import BE_PRESENT, IS_PRESENT, fair_share
 from saf.sources import BEGINNING, Extent, Position, Progress
 from saf.sources.settings import SourceSettings, Start
 
-FIND = "SELECT source, kind, topic, topic_id FROM saf.source WHERE name = %(name)s"
+FIND = "SELECT source, kind, topic FROM saf.source WHERE name = %(name)s"
 REGISTER = """
 INSERT INTO saf.source (name, kind, topic) VALUES (%(name)s, %(kind)s, %(topic)s)
 ON CONFLICT DO NOTHING
 """
 NAME_TOPIC = """
-UPDATE saf.source SET topic_id = %(topic_id)s WHERE source = %(source)s AND topic_id IS NULL
+UPDATE saf.source SET topic_id = coalesce(topic_id, %(topic_id)s) WHERE source = %(source)s
+RETURNING topic_id
 """
 # Partitions that were added later begin at their beginning, even if the others began at their end
 KNOW_SHARDS = """
@@ -94,8 +95,8 @@ MARK = """(
     ORDER BY batch DESC LIMIT 1)"""
 """SQL: the mark of a row ``s`` of saf.source_shard."""
 OWNED = f"""
-SELECT s.shard, s.epoch, s.start_batch, s.start_position, s.added, mark.*
-FROM saf.source_shard s LEFT JOIN LATERAL {MARK} AS mark ON true
+SELECT s.shard, s.epoch, s.start_batch, s.start_position, s.added, topic_id, mark.*
+FROM saf.source_shard s JOIN saf.source USING (source) LEFT JOIN LATERAL {MARK} AS mark ON true
 WHERE s.source = %(source)s AND s.owner = %(member_id)s ORDER BY s.shard
 """
 BEGIN = """
@@ -122,6 +123,8 @@ class Share:
     """Position after which to read, if the mark is not higher; None: reading has not begun."""
     added: int | None
     """Number of messages up to the mark, as the topic's broker counts them."""
+    topic_id: str | None = None
+    """Id of the topic that was read; None: unknown."""
     mark: Mark = field(default_factory=Mark)
 
     @property
@@ -132,7 +135,9 @@ class Share:
     @property
     def progress(self) -> Progress:
         """How far the partition was read."""
-        return Progress(shard=self.shard, position=self.position, added=self.added)
+        return Progress(
+            shard=self.shard, position=self.position, added=self.added, topic_id=self.topic_id
+        )
 
     def begun(self, start: Start, extent: Extent) -> Share:
         """Return a share that begins in a partition not read before.
@@ -159,12 +164,11 @@ class Membership:
     member_id: UUID = field(default_factory=uuid4)
     source: UUID | None = None
 
-    def join(self, connection: psycopg.Connection[Any], topic_id: str | None) -> None:
+    def join(self, connection: psycopg.Connection[Any]) -> None:
         """Register the source, if it is new, and become a member of it.
 
         Raises:
             SourceChanged: another topic was read under this name.
-            TopicMadeAgain: the topic has another id than when it was read.
             Fenced: an operator has just removed the source; join again.
         """
         with connection.transaction():
@@ -174,18 +178,12 @@ class Membership:
             if not found:
                 connection.execute(REGISTER, params)
                 found = fetch(connection, FIND, params)
-            ((self.source, kind, topic, known_id),) = found
+            ((self.source, kind, topic),) = found
             if (kind, topic) != (self.settings.kind, self.settings.topic):
                 before, now = f"topic {topic!r} of {kind}", f"{self.settings.topic!r} of "
                 raise SourceChanged(self.name, before, now + self.settings.kind)
-            if topic_id is not None and known_id not in (None, topic_id):
-                how = f"its id was {known_id}, and is {topic_id}"
-                raise TopicMadeAgain(self.name, topic, how)
-            params = self._params | {"topic_id": topic_id}
-            if topic_id is not None and known_id is None:
-                connection.execute(NAME_TOPIC, params)
-        connection.execute(BE_PRESENT, params)
-        if not fetch(connection, JOIN, params):
+        connection.execute(BE_PRESENT, self._params)
+        if not fetch(connection, JOIN, self._params):
             raise self._fenced()
 
     def know(self, connection: psycopg.Connection[Any], partitions: int) -> None:
@@ -248,6 +246,17 @@ class Membership:
         if not fetch(connection, BEGIN, self._of(share) | values):
             raise self._fenced([share.shard])
 
+    def identify(self, connection: psycopg.Connection[Any], share: Share, topic_id: str) -> Share:
+        """Store the topic's id, unless one is stored; return a share that knows the stored one.
+
+        Raises:
+            Fenced: an operator has removed the source.
+        """
+        found = fetch(connection, NAME_TOPIC, self._params | {"topic_id": topic_id})
+        if not found:
+            raise self._fenced([share.shard])
+        return replace(share, topic_id=found[0][0])
+
     def looked(self, connection: psycopg.Connection[Any], share: Share, pending: int) -> None:
         """Store how many messages of a partition were not read yet."""
         connection.execute(LOOKED, self._of(share) | {"pending": pending})
@@ -274,11 +283,12 @@ class Membership:
 
 
 def _share(row: Sequence[Any]) -> Share:
-    shard, epoch, batch, position, added, *mark = row
+    shard, epoch, batch, position, added, topic_id, *mark = row
     return Share(
         shard=shard,
         epoch=epoch,
         start=None if batch is None else (batch, position),
         added=None if added is None else int(added),
+        topic_id=topic_id,
         mark=Mark() if mark[0] is None else Mark.of(*mark),
     )

@@ -163,7 +163,7 @@ class Reader:
             check_schema(self._connection)
             health.refuse(self._connection, "inbox")
         if self._membership is None:
-            self._join(self._source, self._connection)
+            self._join(self._source.prefix, self._connection)
         now = time.monotonic()
         if not self._shares or now - self._counted_at >= COUNT_SECONDS:
             assert self._membership is not None  # noqa: S101 - joined
@@ -172,7 +172,7 @@ class Reader:
         if now - self._balanced_at >= min(LEAST_SECONDS, self.lease_seconds / 3):
             self._balance(now)
 
-    def _join(self, source: Source, connection: psycopg.Connection[Any]) -> None:
+    def _join(self, prefix: str, connection: psycopg.Connection[Any]) -> None:
         membership = Membership(
             name=self.name, settings=self.settings, lease_seconds=self.lease_seconds
         )
@@ -181,14 +181,14 @@ class Reader:
             known = [name for (name,) in fetch(connection, "SELECT name FROM saf.service")]
             where = f"source {self.name!r}: destination {self.into!r}"
             raise UnknownService(where, [self.settings.service], known=known, broker=self.into)
-        membership.join(connection, source.topic_id())
+        membership.join(connection)
         assert membership.source is not None  # noqa: S101 - set by join()
         self._membership = membership
         ((self._opened_at,),) = fetch(connection, "SELECT now()")
         self._decoder = Decoder(
             source=membership.source,
             service=self.settings.service,
-            prefix=source.prefix,
+            prefix=prefix,
             max_bytes=self.max_bytes,
             named_services=self.settings.named_services,
             key_header=self.settings.key_header,
@@ -258,13 +258,14 @@ class Reader:
     def _judged(self, share: Share, extent: Extent) -> Share:
         """Return a share of which more may be read; a new one begins now."""
         assert self._membership and self._connection  # noqa: S101, PT018 - set by _tend()
-        if share.start is None and not share.mark.position and not share.mark.batch:
-            share = share.begun(self.settings.start, extent)
-            self._membership.begin(self._connection, share)
-            self._shares[share.shard] = share
-            return share
+        if share.topic_id is None and extent.topic_id is not None:
+            share = self._membership.identify(self._connection, share, extent.topic_id)
         if error := judge(self.name, self.settings.topic, share.progress, extent):
             raise error
+        if share.start is None and share.mark.number == BEGINNING:
+            share = share.begun(self.settings.start, extent)
+            self._membership.begin(self._connection, share)
+        self._shares[share.shard] = share
         return share
 
     def _start(self, share: Share) -> Future[Read]:

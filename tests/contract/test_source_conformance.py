@@ -16,10 +16,13 @@ from saf.database.bounds import Bounds
 from saf.sources import BEGINNING
 from saf.sources.kafka import Kafka
 from saf.sources.kafka.topic import Topic
+from saf.sources.nats import Nats
 from saf.sources.redis import Redis
 from saf.testing.source_conformance import SourceConformance, Written
 from tests.kafka_server import KafkaServer
+from tests.nats_server import NatsServer, nats_server
 from tests.redis_server import RedisServer, redis_server
+from tests.topics import add_to_nats, nats_source
 from tests.waits import until
 
 
@@ -53,6 +56,41 @@ class TestRedis(SourceConformance):
 
     @pytest.fixture
     def unavailable(self, server: RedisServer) -> object:
+        return server.down
+
+
+class TestNats(SourceConformance):
+    """Streams of a NATS server."""
+
+    @pytest.fixture
+    def server(self, tmp_path: Path) -> Iterator[NatsServer]:
+        with nats_server(tmp_path / "nats") as server:
+            yield server
+
+    @pytest.fixture
+    def settings(self, server: NatsServer) -> Nats:
+        return nats_source(server, topic="payments.eu")
+
+    @pytest.fixture
+    def add(self, server: NatsServer) -> Callable[[Sequence[Written]], None]:
+        return lambda records: add_to_nats(server, records)
+
+    @pytest.fixture
+    def remove(self, server: NatsServer) -> Callable[[int], None]:
+        def removed(kept: int) -> None:
+            server.ask("$JS.API.STREAM.PURGE.PAYMENTS", keep=kept)
+
+        return removed
+
+    @pytest.fixture
+    def delete(self, server: NatsServer) -> Callable[[], None]:
+        def deleted() -> None:
+            server.ask("$JS.API.STREAM.DELETE.PAYMENTS")
+
+        return deleted
+
+    @pytest.fixture
+    def unavailable(self, server: NatsServer) -> object:
         return server.down
 
 

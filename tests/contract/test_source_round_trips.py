@@ -11,6 +11,7 @@ import pytest
 
 from saf.database import Dsn
 from tests.kafka_server import KafkaServer
+from tests.nats_server import nats_server
 from tests.programs import received, saf, send
 from tests.receivers import prepare
 from tests.redis_server import RedisServer
@@ -53,6 +54,14 @@ def round_trip(app: Dsn, mom: Dsn, file: Path, destination: str, source: str) ->
 def test_a_round_trip_through_redis(app: Dsn, mom: Dsn, queue: RedisServer, tmp_path: Path) -> None:
     server = f'kind = "redis"\nserver = "{queue.address}"'
     round_trip(app, mom, tmp_path / "saf.toml", server, f'{server}\ntopic = "{{saf}}:billing"')
+
+
+@pytest.mark.slow
+def test_a_round_trip_through_nats(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
+    with nats_server(tmp_path / "nats") as queue:
+        server = f'kind = "nats"\nserver = "{queue.address}"'
+        source = f'{server}\nstream = "SAF"\ntopic = "saf.billing"'
+        round_trip(app, mom, tmp_path / "saf.toml", server, source)
 
 
 @pytest.mark.slow

@@ -10,11 +10,12 @@ import pytest
 from saf import errors
 from saf.database import Dsn
 from saf.sources.kinds import OURS
+from tests.nats_server import nats_server
 from tests.pages import page
 from tests.pipeline import bodies
 from tests.programs import activated, run
 from tests.redis_server import RedisServer
-from tests.topics import add
+from tests.topics import add, add_to_nats, texts
 
 PAGE = page("sources.md")
 
@@ -42,6 +43,26 @@ def test_its_commands_read_a_topic(mom: Dsn, queue: RedisServer, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert "received 2 messages (payments: 2)" in done.stdout
     assert "pending: 0" in done.stdout
+    assert bodies(mom) == ["1", "2"]
+
+
+@pytest.mark.slow
+def test_its_settings_of_nats_read_a_stream(mom: Dsn, tmp_path: Path) -> None:
+    with nats_server(tmp_path / "nats") as server:
+        add_to_nats(server, texts(["1", "2"]))
+        reads(tmp_path, mom, "nats.toml", NATS=server.address)
+
+
+def reads(folder: Path, mom: Dsn, settings: str, **env: str) -> None:
+    """Run the commands of the page with other settings of it; two messages are read."""
+    (folder / "saf.toml").write_text(block(settings))
+    done = run(
+        ["sh", "-ec", block("sources.sh")],
+        env={"MOM_DSN": mom.conninfo, "PATH": activated(), **env},
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "received 2 messages (payments: 2)" in done.stdout
     assert bodies(mom) == ["1", "2"]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import saf
 from saf.destinations.kinds import OURS
+from saf.sources.kinds import OURS as SOURCES
 
 HERE = Path(saf.__file__).parent
 SPARK = {"pyspark", "py4j"}
@@ -144,7 +145,7 @@ def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
             if one.startswith(folder)
         }
         assert knows <= {"cli", "sources", "spark", "testing", "webhooks"}, kind
-        assert "sources" not in knows or kind in ("kafka", "postgresql", "redis")
+        assert "sources" not in knows or kind == "postgresql" or kind in SOURCES
         assert "spark" not in knows or kind == "delta"
         assert "webhooks" not in knows or kind in ("https", "postgresql")
     by_hand = [n for n, t in modules().items() if "saf.destinations.postgresql" in imports(t)]

@@ -240,7 +240,7 @@ class Kafka(QueueSettings):
         Raises:
             Refused: the extra is not installed here.
         """
-        with client_needed(name, "kafka-schemas"):
+        with client_needed(f"destination {name!r}", "kafka-schemas"):
             module = import_module(f"{__name__}.encoding")
         return cast("Encoding", module.Encoding(name, self))
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from confluent_kafka import KafkaError, KafkaException
 
 from saf.destinations.kafka import brokers_of
-from saf.destinations.settings import unusable
+from saf.destinations.settings import rights, unusable
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def translated(what: str, settings: Kafka, error: KafkaError) -> SafError:
         by_token = settings.sasl_mechanism == "OAUTHBEARER"
         return Refused(what, reason, TOKEN_CURE if by_token else LOGIN_CURE)
     if code in RIGHTS:
-        return unusable(what, reason, "let its user do what docs/destinations.md lists")
+        return unusable(what, reason, rights(what))
     if code in TO_MEND:
         return unusable(what, reason, TO_MEND[code])
     unavailable = Unavailable(what, f"{settings.brokers}: {reason}")

@@ -106,7 +106,12 @@ def _address(text: str) -> str:
     return text
 
 
-def _stream(text: str) -> str:
+def stream_name(text: str) -> str:
+    """Return a stream's name.
+
+    Raises:
+        ValueError: no stream may have it.
+    """
     if not text or not text.isprintable() or set(text) & set(" .*>/\\"):
         raise ValueError("a stream's name has no spaces, and none of . * > / \\")
     return text
@@ -131,7 +136,7 @@ class Nats(QueueSettings):
     kind: Literal["nats"] = "nats"
     server: Annotated[str, AfterValidator(_address)]
     """`nats://host:4222`, or several hosts of a cluster: `nats://host,host`; `tls://…` with TLS."""
-    stream: Annotated[str, AfterValidator(_stream)] = "SAF"
+    stream: Annotated[str, AfterValidator(stream_name)] = "SAF"
     """Name of the stream; it is created if it does not exist."""
     topic: Annotated[Topic, AfterValidator(_topic)] = "saf.{service}"
     """Template of the subject that messages are stored under; it begins with a literal word.

@@ -21,15 +21,17 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from nats.aio.client import Client, RawCredentials
+from nats.aio.client import RawCredentials
 from nats.aio.msg import Msg
 from nats.errors import Error, StaleConnectionError
 
-from saf.database.pinned import abort_client
+from saf.database import pinned
 from saf.destinations.addresses import context_of, first_of
 from saf.destinations.settings import client_needed, unusable
 
 if TYPE_CHECKING:
+    from nats.aio.client import Client
+
     from saf.destinations.nats import Nats
 
 SEED = re.compile(r"\bS[A-Z2-7]{57}\b")
@@ -42,7 +44,12 @@ MOST_ASKED = 1_000
 PENDING_BYTES = 64 << 20
 """Most bytes that wait until a task of the client sends them."""
 
+STATUS, NUMBER = b"NATS/1.0 ", b"\r\nNats-Sequence: "
+"""Start of the headers of an answer of the server itself, and a header of each stored message."""
+
 Answer = TypeVar("Answer")
+Raw = tuple[bytes, bytes]
+"""The headers and the body of a message, as received."""
 
 
 class NoResponders(Exception):
@@ -61,16 +68,17 @@ class Message(NamedTuple):
 class Connection:
     """One connection; not thread-safe."""
 
-    def __init__(self, name: str, settings: Nats) -> None:
+    def __init__(self, what: str, settings: Nats) -> None:
         self._numbers = itertools.count()
-        self._login = login_of(name, settings)
+        self._login = login_of(what, settings)
         first_of(settings.address.hosts, lambda host, port: self._open(host, port, settings))
         self._seconds = settings.bounds.statement_seconds
 
     def _open(self, host: str, port: int, settings: Nats) -> None:
         self._seconds = settings.bounds.network_seconds
         self._runner = asyncio.Runner()
-        self._client = Client()
+        self._client: Client = pinned.nats_client(self._take)
+        self._subject, self._batch = b"", list[Raw]()
         try:
             self._run(self._connect(host, port, settings))
         except BaseException:
@@ -137,7 +145,7 @@ class Connection:
         if self._client.is_connected or self._client.is_connecting:
             with suppress(OSError, Error):
                 self._run(self._client.close())
-        abort_client(self._client)
+        pinned.abort_client(self._client)
         self._runner.close()
 
     def inbox(self) -> str:
@@ -191,6 +199,26 @@ class Connection:
             if answer.subject == inbox:
                 yield of(subject, answer)
 
+    def batch(self, subject: str, body: bytes) -> tuple[list[Raw], Msg]:
+        """Send a request for messages of a stream; return them, and the answer that ends them.
+
+        The client reads no headers of these messages: that would take most of the time.
+        """
+        inbox = self.inbox()
+        self._subject, self._batch = inbox.encode(), []
+        self.publish([Message(subject, body, reply=inbox)])
+        while (answer := self.receive()).subject != inbox:
+            pass
+        self._subject, messages = b"", self._batch
+        return messages, of(subject, answer)
+
+    def _take(self, subject: bytes, head: bytes, body: bytes) -> bool:
+        """Keep a message of the batch that is awaited; return False for any other message."""
+        if subject != self._subject or not head or (head.startswith(STATUS) and NUMBER not in head):
+            return False
+        self._batch.append((head, body))
+        return True
+
     def receive(self) -> Msg:
         """Wait for the next message."""
         waiting = self._received
@@ -228,7 +256,7 @@ def of(subject: str, answer: Msg) -> Msg:
     return answer
 
 
-def login_of(name: str, settings: Nats) -> dict[str, Any]:
+def login_of(what: str, settings: Nats) -> dict[str, Any]:
     """Return nats-py's options for the login.
 
     Raises:
@@ -242,20 +270,19 @@ def login_of(name: str, settings: Nats) -> dict[str, Any]:
     file = settings.nkey_file or settings.creds_file
     if file is None:
         return {}
-    destination = f"destination {name!r}"
-    text = _text(destination, file)
+    text = _text(what, file)
     seed = SEED.search(text)
-    if seed is None or not _is_seed(name, seed[0]):
-        raise unusable(destination, f"{file} has no seed of an nkey", "name a file that has one")
+    if seed is None or not _is_seed(what, seed[0]):
+        raise unusable(what, f"{file} has no seed of an nkey", "name a file that has one")
     if settings.nkey_file is not None:
         return {"nkeys_seed_str": seed[0]}
     if JWT.search(text) is None:
-        raise unusable(destination, f"{file} has no JWT of a user", "name a file of credentials")
+        raise unusable(what, f"{file} has no JWT of a user", "name a file of credentials")
     return {"user_credentials": RawCredentials(text)}
 
 
-def _is_seed(name: str, seed: str) -> bool:
-    with client_needed(name, "nats"):
+def _is_seed(what: str, seed: str) -> bool:
+    with client_needed(what, "nats"):
         nkeys = import_module("nkeys")
     try:
         nkeys.from_seed(bytearray(seed.encode())).wipe()
@@ -264,10 +291,8 @@ def _is_seed(name: str, seed: str) -> bool:
     return True
 
 
-def _text(destination: str, file: Path) -> str:
+def _text(what: str, file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise unusable(
-            destination, f"{file} cannot be read ({error})", "make it readable"
-        ) from None
+        raise unusable(what, f"{file} cannot be read ({error})", "make it readable") from None

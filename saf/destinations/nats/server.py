@@ -38,7 +38,7 @@ from saf.destinations.marks import ABSENT, MAIN, Known, Place, known_of
 from saf.destinations.nats import pattern
 from saf.destinations.nats.connection import Connection, Message, NoResponders
 from saf.destinations.queues import ENOUGH, kept_by
-from saf.destinations.settings import Guarantee, unusable
+from saf.destinations.settings import Guarantee, rights, unusable
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
@@ -77,16 +77,13 @@ class JetStreamError(Exception):
         self.code = int(error.get("err_code", 0))
 
 
-class Link:
-    """A destination's connection to its server, and to its stream."""
+class Api:
+    """A connection to a server, and to JetStream's answers about a stream."""
 
-    def __init__(self, name: str, settings: Nats) -> None:
-        self.what = f"destination {name!r}"
+    def __init__(self, what: str, settings: Nats) -> None:
+        self.what = what
         self.settings = settings
-        self.connection = Connection(name, settings)
-        self._config: dict[str, Any] | None = None
-
-    # The stream
+        self.connection = Connection(what, settings)
 
     def ask(self, what: str, **request: Any) -> dict[str, Any]:
         """Return JetStream's answer about the stream.
@@ -107,6 +104,20 @@ class Link:
             if error.code == NO_STREAM:
                 return None
             raise
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.connection.close()
+
+
+class Link(Api):
+    """A destination's connection to its server, and to its stream."""
+
+    def __init__(self, name: str, settings: Nats) -> None:
+        super().__init__(f"destination {name!r}", settings)
+        self._config: dict[str, Any] | None = None
+
+    # The stream
 
     def make(self) -> None:
         """Create the stream."""
@@ -255,10 +266,6 @@ class Link:
             if not page or len(names) >= int(info.get("total", 0)):
                 return names
 
-    def close(self) -> None:
-        """Close the connection."""
-        self.connection.close()
-
     def guarantee(self) -> Guarantee:
         """Return the server's promise with its current settings."""
         config = self.look()
@@ -390,7 +397,7 @@ def translated(what: str, settings: Nats, error: Exception) -> SafError:
         if reason.lower().startswith(LOGINS):
             return Refused(what, reason, "fix its login in saf.toml")
         if reason.lower().startswith(RIGHTS):
-            return Refused(what, reason, "let its user do what docs/destinations.md lists")
+            return Refused(what, reason, rights(what))
     if isinstance(error, NoResponders):
         reason = f"nobody answers to {reason}: JetStream is off there, or has no leader"
     if isinstance(error, JetStreamError) and error.code in TO_MEND:

@@ -26,7 +26,7 @@ from pika.exceptions import (
 
 from saf.database import pinned
 from saf.destinations.addresses import context_of, first_of
-from saf.destinations.settings import unusable
+from saf.destinations.settings import rights, unusable
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ def translated(what: str, settings: Rabbitmq, error: Exception) -> SafError:
         reason = f"this user has no access to the virtual host {host!r}"
         return Refused(what, reason, "fix its address, or give its user access")
     if code == DENIED:
-        return Refused(what, text, "let its user do what docs/destinations.md lists")
+        return Refused(what, text, rights(what))
     if code == NO_EXCHANGE:
         return unusable(what, text, "declare the exchange, or name another one in saf.toml")
     unavailable = Unavailable(what, f"{settings.server}: {text}")

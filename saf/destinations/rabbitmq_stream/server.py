@@ -38,7 +38,7 @@ from saf.destinations.rabbitmq_stream.journal import (
     SEGMENT_BYTES,
     Journal,
 )
-from saf.destinations.settings import Guarantee, unusable
+from saf.destinations.settings import Guarantee, rights, unusable
 from saf.errors import Refused, SafError, Unavailable
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def translated(what: str, settings: RabbitmqStream, error: Exception) -> SafErro
         if error.code in LOGINS:
             return Refused(what, reason, "fix its login in saf.toml")
         if error.code == DENIED:
-            return Refused(what, reason, "let its user do what docs/destinations.md lists")
+            return Refused(what, reason, rights(what))
         if error.code == NOT_MET:
             return unusable(what, reason, "choose another topic in saf.toml, or fix that stream")
     unavailable = Unavailable(what, f"{settings.server}: {reason}")

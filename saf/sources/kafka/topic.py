@@ -18,7 +18,7 @@ from confluent_kafka.admin import AdminClient
 
 from saf.destinations.kafka.client import HARMLESS, Voices, settings_of, translated
 from saf.errors import Unavailable
-from saf.sources import BEGINNING, MOST_BYTES, Extent, Position, Record, Records
+from saf.sources import GONE, MOST_BYTES, Extent, Position, Record, Records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +29,8 @@ AT_ONCE = 1_000
 """Most records to take from a consumer in one call."""
 CONSUMERS = 16
 """Consumers to keep; with more partitions, they take turns."""
+ID_SECONDS = 1.0
+"""Time after which to ask for the topic's id again, in seconds."""
 AT_END_SECONDS = 0.2
 """Time to wait for a record at an end that was reported before, in seconds."""
 QUEUED_KILOBYTES = 32_768
@@ -36,7 +38,6 @@ QUEUED_KILOBYTES = 32_768
 UNKNOWN = frozenset({KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC,
                      KafkaError._UNKNOWN_PARTITION})  # fmt: skip
 OUT_OF_RANGE = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})
-EMPTY = Extent(last=BEGINNING, first=None, added=0, removed=0, exists=False)
 
 
 class Topic:
@@ -49,6 +50,8 @@ class Topic:
         self.settings = settings
         self._destination = settings.as_destination()
         self._voices = Voices()
+        self._known_id: tuple[str | None, float] = (None, float("-inf"))
+        """The topic's id, and until when it need not be asked for again."""
         self._admin: AdminClient | None = None
         self._consumers: dict[int, Consumer] = {}
         self._next: dict[int, Position] = {}
@@ -63,10 +66,13 @@ class Topic:
                 self._admin = AdminClient(settings_of(self._destination, self._voices))
                 self.partitions()
 
-    def topic_id(self) -> str | None:
+    def _topic_id(self) -> str | None:
         """Return the topic's id; None before Kafka 3.1, and if the topic does not exist."""
         from confluent_kafka import TopicCollection
 
+        known, until = self._known_id
+        if time.monotonic() < until:
+            return known
         self.connect()
         admin: Any = self._admin
         topics = TopicCollection([self.settings.topic])
@@ -78,7 +84,9 @@ class Topic:
             if error.args[0].code() in UNKNOWN:
                 return None
             raise self._translated(error) from None
-        return topic_id if topic_id.strip("A") else None
+        known = topic_id if topic_id.strip("A") else None
+        self._known_id = known, time.monotonic() + ID_SECONDS
+        return known
 
     def partitions(self) -> int:
         """Return the number of partitions; 0 if the topic does not exist."""
@@ -116,9 +124,9 @@ class Topic:
             # a client that has lost its cluster does not know the partition either: the cluster
             # decides whether it exists
             if error.args[0].code() in UNKNOWN and shard >= self.partitions():
-                return EMPTY
+                return GONE
             raise self._translated(error) from None
-        return _extent(int(low), int(high))
+        return _extent(int(low), int(high), self._topic_id())
 
     def read(self, shard: int, after: Position, limit: int, size: int = MOST_BYTES) -> Records:
         """Return committed records of a partition after a position."""
@@ -221,9 +229,13 @@ class Topic:
             raise
 
 
-def _extent(low: int, high: int) -> Extent:
+def _extent(low: int, high: int, topic_id: str | None) -> Extent:
     return Extent(
-        last=(0, high), first=(0, low + 1) if low < high else None, added=high, removed=low
+        last=(0, high),
+        first=(0, low + 1) if low < high else None,
+        added=high,
+        removed=low,
+        topic_id=topic_id,
     )
 
 

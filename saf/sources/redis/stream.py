@@ -20,7 +20,7 @@ from saf.destinations.mapping import CONTENT_TYPE
 from saf.destinations.redis.server import Link, errors
 from saf.destinations.settings import unusable
 from saf.errors import Unavailable
-from saf.sources import BEGINNING, MOST_BYTES, Extent, Position, Record, Records
+from saf.sources import BEGINNING, GONE, MOST_BYTES, Extent, Position, Record, Records
 
 if TYPE_CHECKING:
     from saf.sources.redis import Redis
@@ -33,7 +33,6 @@ LARGEST = 1 << 63
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 LATEST_MS = 253_402_214_400_000
 """First millisecond that is too late for a message's time; ids need not be times."""
-EMPTY = Extent(last=BEGINNING, first=None, added=0, removed=0, exists=False)
 
 
 class Stream:
@@ -52,10 +51,6 @@ class Stream:
         if self._link is None:
             with errors(self.what, self._destination):
                 self._link = Link(self.what, self._destination)
-
-    def topic_id(self) -> str | None:
-        """Return None: a stream has no id."""
-        return None
 
     def partitions(self) -> int:
         """Return 1."""
@@ -112,7 +107,7 @@ class Stream:
 
     def _extent(self, info: Any) -> Extent:
         if isinstance(info, redis.ResponseError) and NO_KEY in str(info):
-            return EMPTY
+            return GONE
         if isinstance(info, Exception):
             raise info
         if "entries-added" not in info:

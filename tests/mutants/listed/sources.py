@@ -11,6 +11,8 @@ READER = "saf/sources/reader.py"
 OWNERSHIP = "saf/sources/ownership.py"
 STORING = "saf/sources/storing.py"
 STREAM = "saf/sources/redis/stream.py"
+NATS = "contract/test_source_nats.py::TestNats::"
+NATS_STREAM = "saf/sources/nats/stream.py"
 
 MUTANTS = (
     mutant(
@@ -127,6 +129,83 @@ MUTANTS = (
         "if subscription_id is None:",
         'if subscription_id == "":',
         SOURCES + "test_a_service_that_does_not_live_there_is_named_before_anything_is_read",
+    ),
+    mutant(
+        "a_stream_of_nats_made_again_is_read_on",
+        JUDGING,
+        "if None not in (progress.topic_id, extent.topic_id) and",
+        "if None in (progress.topic_id, extent.topic_id) and",
+        NATS + "test_a_stream_made_again_while_it_is_read_is_refused",
+    ),
+    mutant(
+        "the_id_of_a_topic_is_not_stored",
+        READER,
+        "if share.topic_id is None and extent.topic_id is not None:",
+        "if share.topic_id is None and extent.topic_id is None:",
+        NATS + "test_a_stream_made_again_while_it_is_read_is_refused",
+    ),
+    mutant(
+        "a_check_does_not_see_that_a_topic_was_made_again",
+        "saf/operating/sources.py",
+        "                topic_id=topic_id,\n",
+        "                topic_id=None,\n",
+        NATS + "test_a_stream_made_again_while_it_is_read_is_refused",
+    ),
+    mutant(
+        "messages_that_another_server_of_a_cluster_lacks_are_lost",
+        NATS_STREAM,
+        "and not self._has_after(api, at):",
+        "and api:",
+        NATS + "test_a_server_that_lacks_the_newest_messages_hides_none",
+    ),
+    mutant(
+        "other_subjects_of_a_stream_are_never_passed",
+        NATS_STREAM,
+        "                at = before.last[1]\n",
+        "                pass\n",
+        NATS + "test_only_the_subjects_of_the_topic_are_read_and_the_others_are_passed",
+    ),
+    mutant(
+        "messages_purged_while_they_are_read_are_not_noticed",
+        NATS_STREAM,
+        "            extent = self._extent(api)  # after",
+        "            extent = before  # after",
+        NATS + "test_messages_that_are_purged_between_two_batches_are_noticed",
+    ),
+    mutant(
+        "a_purge_of_a_whole_stream_of_nats_is_not_noticed",
+        NATS_STREAM,
+        "removed=first - 1 if has_any else last,",
+        "removed=first - 1 if has_any else 0,",
+        NATS + "test_messages_that_were_purged_before_they_were_read_are_counted",
+    ),
+    mutant(
+        "marks_of_nats_are_messages",
+        NATS_STREAM,
+        "if subject.startswith(self._marks):",
+        'if subject == b"":',
+        NATS + "test_the_marks_of_safs_destination_are_no_messages",
+    ),
+    mutant(
+        "values_of_nats_stay_encoded",
+        NATS_STREAM,
+        '"saf-source" in headers',
+        '"saf-sources" in headers',
+        NATS + "test_a_message_of_saf_comes_back_as_it_was_sent",
+    ),
+    mutant(
+        "a_writer_can_forge_what_a_server_of_nats_adds",
+        NATS_STREAM,
+        "head.rfind(FIRST_ADDED)",
+        "head.find(FIRST_ADDED)",
+        NATS + "test_headers_that_look_like_the_servers_are_not_taken_for_them",
+    ),
+    mutant(
+        "large_bodies_of_nats_are_read_by_number_only",
+        NATS_STREAM,
+        '            "max_bytes": min(size, BYTES_AT_ONCE),\n',
+        "",
+        NATS + "test_bodies_bound_what_is_read_at_a_time",
     ),
     mutant(
         "a_source_that_is_down_ends_the_run",
