@@ -210,7 +210,7 @@ class Router(_Table):
     once_per: Literal["message", "key"] = "message"
     """Unit that is classified once: a message or a key. A conversation always is."""
     mode: Literal["redirect", "forward"] = "redirect"
-    """Redirect at the source, or forward by a routing service."""
+    """Redirect: both ends then speak directly; or forward through a routing service."""
     comment: str | None = None
     """Free text for operators."""
 

@@ -227,6 +227,9 @@ made under that name; see `saf.engine.storing`."""
 ORIGIN, HOPS = f"{RESERVED_HEADER}origin", f"{RESERVED_HEADER}hops"
 """Headers of messages that routing services send on: the first signature (`saf.signing.origin`),
 and the number of routing services that the message has come by."""
+REDIRECTED = f"{RESERVED_HEADER}redirected"
+"""Header of a dialog's messages that a redirecting routing service has sent on: the router's name,
+and the broker that they came from. In the target's first answer: the router's name."""
 MAX_HOPS = 16
 """Most routers in a row, and most routing services that a message may come by."""
 UNSIGNED, UNKNOWN_KEY, ALTERED = "unsigned", "unknown_key", "altered"

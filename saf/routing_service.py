@@ -1,4 +1,4 @@
-"""Routing service: serves a router that forwards, as an ordinary service in its own broker.
+"""Routing service: serves a router, as an ordinary service in its own broker.
 
     RoutingService(engine, "departures").run()        # or: saf router serve departures
 
@@ -10,9 +10,11 @@ fails. Any number of replicas share the work, as all receivers do.
   from its own: the same message always gets the same new id. So a signature no longer matches; it
   travels inside the message that is sent on (`saf.signing.origin`). If the service has a signer,
   it signs that message.
-- The first message of a dialog begins a second dialog, from the router to the resolved service. All
-  messages of either dialog, including replies, Ends and Errors, are passed on in the other
-  (`saf.dialogs.passing`).
+- A router that forwards begins a second dialog with the first message of a dialog, from the router
+  to the resolved service. All messages of either dialog, including replies, Ends and Errors, are
+  passed on in the other (`saf.dialogs.passing`).
+- A router that redirects passes all messages on as they are, those of dialogs too. Initiator and
+  target then speak without it (`saf.dialogs.redirecting`).
 - A message that cannot be resolved becomes a dead letter with the reason. If it begins a dialog,
   the dialog ends with an error, which its initiator gets.
 - A message that has come by more than `MAX_HOPS` routing services is treated in the same way.
@@ -22,16 +24,17 @@ fails. Any number of replicas share the work, as all receivers do.
 
 The router, and the services that routes lead to, are read with each delivery, so a change takes
 effect at the next delivery. A deployment mistake stops the service instead: the router does not
-exist, or its function cannot be imported or called. Then nothing has been received.
+exist, has another mode than before, or its function cannot be imported or called. Then nothing has
+been received.
 
 Needs Arrow, as the forwarder does, but not Spark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -40,10 +43,11 @@ import psycopg
 
 from saf.columns import SENT
 from saf.database import queries
+from saf.dialogs import redirecting
 from saf.dialogs.arrival import end_too
 from saf.dialogs.endpoints import columns
 from saf.dialogs.passing import begin_partner, partner, pass_on
-from saf.dialogs.statements import END, ERROR, TIMER, Code
+from saf.dialogs.statements import COMPARE, DIRECT, END, ERROR, TIMER, Code
 from saf.engine.classifying import as_table
 from saf.engine.resolving import Matcher, Resolver
 from saf.errors import ConfigurationError, Unavailable, UnreadableHeaders
@@ -56,10 +60,10 @@ from saf.receiving.retries import Policy
 from saf.receiving.savepoints import Savepoints
 from saf.receiving.stopping import STOP_SECONDS
 from saf.routing import functions
-from saf.routing.matching import FUNCTION
+from saf.routing.matching import FORWARD, FUNCTION, REDIRECT, SQL
 from saf.routing.resolved import Resolved, keep, resolved
 from saf.routing.routers import load
-from saf.routing.routes import NOTHING, Declared, configuration, router_that_forwards
+from saf.routing.routes import NOTHING, Declared, configuration, router_in_force
 from saf.setaside.dropped import Reason
 from saf.setaside.parking import ADDRESS
 from saf.signing.origin import envelope, is_signed, passed
@@ -67,7 +71,8 @@ from saf.telemetry.tracing import processing
 from saf.transaction import enter
 
 if TYPE_CHECKING:
-    from saf.receiving.link import Engine
+    from saf.receiving.link import Engine, Link
+    from saf.receiving.receive import Receiver
     from saf.signing.signer import Key, RequireSigned, Signer
 
 SENT_ON = {
@@ -75,9 +80,13 @@ SENT_ON = {
     "conversation_id": "uuid",
     "sequence": "bigint",
 }
-SEND_ON = f"INSERT INTO saf.outbox ({', '.join(SENT_ON)}) SELECT * FROM unnest({{}})".format(
-    ", ".join(f"%({name})s::{type_}[]" for name, type_ in SENT_ON.items())
-)
+# Also what says which end of a dialog has sent a message; its lifetime counts from created_at
+REDIRECT_ON = {**SENT_ON, "from_initiator": "boolean", "created_at": "timestamptz"}
+
+
+def _insert(columns: Mapping[str, str]) -> str:
+    values = ", ".join(f"%({name})s::{type_}[]" for name, type_ in columns.items())
+    return f"INSERT INTO saf.outbox ({', '.join(columns)}) SELECT * FROM unnest({values})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +157,22 @@ class RoutingService(Loop):
         )
         self.default_destination = default_destination
         self.declared = declared
+        self._mode: str | None = None
+        """Mode of the router when the service began; None: its database has not answered yet."""
 
     def _check(self) -> None:
         # if the database does not answer, the loop tries again, as for any worker
         with suppress(Unavailable), connected(self.engine) as link, link.transaction():
             self._resolver(link.raw)
+
+    @contextmanager
+    def _receiving(self, link: Link) -> Iterator[Receiver]:
+        if self._mode is None:
+            with link.transaction():
+                self._resolver(link.raw)
+        with super()._receiving(link) as receiver:
+            receiver.reader = replace(receiver.reader, passes=self._mode == REDIRECT)
+            yield receiver
 
     def _handle(self, delivery: Delivery[Any], work: Savepoints) -> None:
         # messages that are sent on keep their original trace context
@@ -160,8 +180,8 @@ class RoutingService(Loop):
             self._route(delivery, work)
 
     def _route(self, delivery: Delivery[Any], work: Savepoints) -> None:
-        raw, begins = work.raw, [one for one in delivery if _begins(one)]
-        errors = {one.id: self._too_far for one in begins if _hops(one) > MAX_HOPS}
+        raw, begins = work.raw, [one for one in delivery if self._begins(one)]
+        errors = {one.id: why for one in begins if (why := self._too_far(one))}
         with work.piece():  # its writes stay if a message cannot be sent on
             found = self._resolve(work, [one for one in begins if one.id not in errors], errors)
         plain = []
@@ -169,7 +189,7 @@ class RoutingService(Loop):
             if message.id in errors:
                 self._refuse(delivery, work, message, errors[message.id])
             elif message.dialog is None:
-                plain.append(message)
+                plain.append(message)  # a router that redirects is no end of dialogs
             else:
                 call = partial(_go_on, raw, delivery, message, found.get(message.id))
                 self._one(delivery, work, message, call)
@@ -208,12 +228,19 @@ class RoutingService(Loop):
         ``own`` is the statement that restores saf's own settings after a function of the database.
         """
         current = configuration(raw, self.default_destination, self.declared)
-        router = router_that_forwards(current, self.subscription)
-        if router is None:
+        found = router_in_force(current, self.subscription)
+        if found is None:
             raise ConfigurationError(
-                f"database {raw.info.dbname!r} has no router {self.subscription!r} that forwards, "
-                f"or it is disabled: run `saf router add {self.subscription} --mode forward`"
+                f"database {raw.info.dbname!r} has no router {self.subscription!r}, or it is "
+                f"disabled: run `saf router add {self.subscription}`"
             )
+        router = found.router
+        if router.kind == SQL:
+            raise ConfigurationError(
+                f"router {router.service!r} is in SQL, which needs Spark: a router that is served "
+                "has a classifier in Python, Arrow, or a function of its database"
+            )
+        self._keep_mode(raw, found.mode)
         classify = None
         if router.kind == FUNCTION:
             functions.check(raw, router, calls=True)
@@ -229,34 +256,89 @@ class RoutingService(Loop):
             classify=classify,
         )
 
+    def _keep_mode(self, raw: psycopg.Connection[Any], mode: str) -> None:
+        """Check that a router has the mode by which its open dialogs have begun.
+
+        Raises:
+            ConfigurationError: the mode has changed, and some dialogs are still open.
+        """
+        if mode == self._mode:
+            return
+        redirects, forwards = redirecting.passing(raw, self.subscription)
+        others = forwards if mode == REDIRECT else redirects
+        before = FORWARD if mode == REDIRECT else REDIRECT
+        if others:
+            raise ConfigurationError(
+                f"router {self.subscription!r} has the mode {mode}, and {others:,} of its dialogs "
+                f"have begun when it was {before}: serve it with --mode {before} until they have "
+                "ended, or give the new mode to a router with another name"
+            )
+        if self._mode is not None:
+            raise ConfigurationError(
+                f"router {self.subscription!r} has the mode {mode} now, not {self._mode}: start "
+                "its routing service again"
+            )
+        self._mode = mode
+
+    @property
+    def _redirects(self) -> bool:
+        return self._mode == REDIRECT
+
+    def _begins(self, message: Received) -> bool:
+        """Return whether a message needs a resolution.
+
+        A router that redirects looks for the resolution of each message.
+        """
+        if self._redirects:
+            return message.message_type != DIRECT or message.from_initiator is None
+        return message.dialog is None or _is_first(message)
+
     def _refuse(
         self, delivery: Delivery[Any], work: Savepoints, message: Received, error: str
     ) -> None:
         """Make a dead letter of a message; if it begins a dialog, tell the initiator."""
-        if (dialog := message.dialog) is not None:
-            with work.piece():
+        with work.piece():
+            if (dialog := message.dialog) is not None:
                 dialog.fail(enter(work.raw), Code.UNRESOLVED, error, ending=True)
-        delivery.reject(message, error, reason="unresolved")
+            elif self._redirects and message.from_initiator:
+                redirecting.tell(work.raw, message, self.subscription, error)
+        if message.message_type != COMPARE or dialog is not None:
+            delivery.reject(message, error, reason="unresolved")
 
     def _send_on(
         self, raw: psycopg.Connection[Any], messages: list[Received], found: Mapping[int, Resolved]
     ) -> None:
-        """Send messages without dialog, in their order, to the services they were resolved to."""
+        """Send messages of no end here, in their order, to the services they were resolved to."""
+        if self._redirects:
+            redirecting.remember(raw, self.subscription, messages)
+            messages = [message for message in messages if message.id in found]
         rows = [
             message.stored()
             | {
-                "message_id": passed(message.message_id, [self.subscription]),
                 "to_service": found[message.id].service,
                 "to_broker": found[message.id].broker,
                 "key": found[message.id].key,
-                "headers": as_json(self._headers(message, found[message.id])),
+                **self._changed(message, found[message.id]),
             }
             for message in messages
         ]
-        if self.signer is not None:
-            rows = [row | _signed(self.signer, row) for row in rows]
         if rows:
-            raw.execute(SEND_ON, queries.in_arrays(raw, columns(SENT_ON, rows)))
+            names = REDIRECT_ON if self._redirects else SENT_ON
+            raw.execute(_insert(names), queries.in_arrays(raw, columns(names, rows)))
+
+    def _changed(self, message: Received, to: Resolved) -> dict[str, Any]:
+        """Return the columns besides the address that differ in a message that is sent on."""
+        if self._redirects:
+            return {"headers": as_json(redirecting.headers(message, self.subscription))}
+        changed = {
+            "message_id": passed(message.message_id, [self.subscription]),
+            "headers": as_json(self._headers(message, to)),
+        }
+        if self.signer is not None:
+            row = message.stored() | changed
+            row |= {"to_service": to.service, "to_broker": to.broker, "key": to.key}
+            changed |= _signed(self.signer, row)
+        return changed
 
     def _headers(self, message: Received, to: Resolved) -> dict[str, Any]:
         """Return the headers to send on; a signature becomes the origin, because the id differs."""
@@ -268,9 +350,17 @@ class RoutingService(Loop):
             kept |= {} if sealed is None else {ORIGIN: sealed}
         return {**kept, HOPS: _hops(message)}
 
-    @property
-    def _too_far(self) -> str:
-        return f"router {self.subscription!r}: more than {MAX_HOPS} routing services in a row"
+    def _too_far(self, message: Received) -> str | None:
+        """Return why a message has come by too many routing services; None if it has not."""
+        before = redirecting.redirected_by(message) if self._redirects else None
+        if before is not None:
+            return (
+                f"router {self.subscription!r}: router {before!r} has redirected it, and a message "
+                "is redirected once: a router behind another one forwards"
+            )
+        if _hops(message) > MAX_HOPS:
+            return f"router {self.subscription!r}: more than {MAX_HOPS} routing services in a row"
+        return None
 
 
 def _signed(signer: Signer, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,9 +371,9 @@ def _signed(signer: Signer, row: Mapping[str, Any]) -> dict[str, Any]:
     return {"headers": signed.headers}
 
 
-def _begins(message: Received) -> bool:
-    """Return whether a message needs classification: it has no dialog, or is the first of one."""
-    return message.dialog is None or bool(message.from_initiator and message.first_sequence == 1)
+def _is_first(message: Received) -> bool:
+    """Return whether a message is the first of a dialog."""
+    return bool(message.from_initiator and message.first_sequence == 1)
 
 
 def _as_begun(message: Received) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class Hub:
     jfk: Dsn
 
     @classmethod
-    def at(cls, new_broker: Callable[[str], Dsn]) -> Hub:
+    def at(cls, new_broker: Callable[[str], Dsn], mode: str = "forward") -> Hub:
         """Prepared: each service where it lives, a contract, routes, and the router."""
         made = cls(**{name: new_broker(name) for name in ("app", "hub", "ewr", "jfk")})
         for dsn, service in (
@@ -58,7 +58,7 @@ class Hub:
         with connect(made.hub) as connection:
             for destination, service in (("ewr", "EWR"), ("jfk", "JFK"), ("shop", SHOP)):
                 add_route(connection, destination, service=service)
-            add_router(connection, DEPARTURES, "python", BY_TEXT, mode="forward")
+            add_router(connection, DEPARTURES, "python", BY_TEXT, mode=mode)
         for dsn in (made.app, made.ewr, made.jfk):
             with connect(dsn) as connection:
                 add_route(connection, "hub")

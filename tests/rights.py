@@ -15,7 +15,7 @@ KINDS = [
 MATRIX = {
     "alembic_version": "s      s      s      s      s      s      s      s      s",
     "broker         ": "-      S      S      S      -      S      Su     S      -",
-    "outbox         ": "si     S      -      i      -      -      Si     S      i",
+    "outbox         ": "si     S      -      i      i      -      Si     S      i",
     "held           ": "-      s      -      -      -      -      SuD    -      -",
     "held_held_id_seq": "- - - - - - - - -",
     "schedule       ": "s      s      -      -      -      -      S      -      -",
@@ -81,13 +81,15 @@ MATRIX = {
     "kept_result    ": "-      SID    -      -      -      sD     sD     -      -",
     "sink           ": "-      -      -      -      -      sD     sD     -      Siu",
 }
-# Of an operator, who repairs what was set back, and decides about what is parked
+# Of an operator, who repairs what was set back and decides about what is parked; of a router
 REPAIRING = {
     ("subscription", "u"): "paused_at paused_by paused_why rate concurrency fair_by priority_by "
     "priority",
     ("backoff", "u"): "attempts next_attempt_at error awaits_handler message_type needs_operator "
     "paused_at",
     ("cursor", "u"): "allowance set_aside_at",
+    ("outbox", "i"): "message_id from_service to_service to_broker key conversation_id "
+    "from_initiator sequence message_type headers body created_at deliver_at expires_at",
     ("conversation", "u"): "far_service far_broker group_id send_sequence receive_sequence "
     "ended_here ended_there error_code error_text timer changed_at lineage far_lineage "
     "answered_by",
@@ -125,7 +127,7 @@ SOME = {
     ("router", "u"): "service kind expression once_per enabled comment mode",
     ("resolved_conversation", "i"): "router key service broker to_key",
     ("resolved_conversation", "u"): "used_at",
-    ("resolved_conversation", "s"): "key service used_at",
+    ("resolved_conversation", "s"): "key service used_at kept_until",
     ("topic", "i"): "name",
     ("route_choice", "i"): "service broker key destination",
     ("route_choice", "u"): "used_at",
@@ -167,7 +169,7 @@ SOME = {
     ("webhook", "i"): "digest",
     ("webhook", "u"): "stored_at",
     ("conversation", "i"): "handle conversation_id is_initiator monolog service far_service "
-    "far_broker contract contract_version group_id expires_at lineage",
+    "far_broker contract contract_version group_id expires_at lineage redirected_by",
     (
         "conversation",
         "u",
@@ -189,7 +191,7 @@ SPOKEN = {
     ("conversation", "s"): "conversation_id is_initiator service ended_here error_code",
     ("resolved_conversation", "i"): "router key service broker to_key handle",
     ("dead_letter", "s"): "subscription_id id",
-    ("resolved_conversation", "u"): "used_at handle",
+    ("resolved_conversation", "u"): "used_at handle kept_until",
     ("cursor", "u"): "epoch batch done open position opened_at",
 }
 

@@ -173,6 +173,9 @@ CREATE FUNCTION saf.utter(
                         'contract', e.contract, 'version', e.contract_version,
                         'lifetime_seconds', extract(epoch FROM e.expires_at - now()),
                         'broker', (SELECT b.broker_id FROM saf.broker b))))
+                    WHEN e.send_sequence = 1 AND to_jsonb(e) ->> 'redirected_by' IS NOT NULL
+                    THEN jsonb_build_object('saf-redirected', jsonb_build_object(
+                        'by', to_jsonb(e) ->> 'redirected_by'))
                     ELSE '{}' END
             || CASE WHEN e.lineage IS NULL THEN '{}'
                     ELSE jsonb_build_object('saf-lineage', e.lineage) END,

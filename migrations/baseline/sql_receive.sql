@@ -203,6 +203,15 @@ END $$;
 COMMENT ON FUNCTION saf.fail_dialog IS 'sends an Error of saf''s own to both ends of a dialog';
 REVOKE ALL ON FUNCTION saf.fail_dialog FROM PUBLIC;
 
+CREATE FUNCTION saf.redirecting_router(m saf.parked) RETURNS text LANGUAGE sql IMMUTABLE
+SET search_path = pg_catalog, pg_temp AS $$
+    SELECT CASE WHEN jsonb_typeof(m.headers -> 'saf-redirected' -> 'by') = 'string'
+                THEN m.headers -> 'saf-redirected' ->> 'by' END
+$$;
+COMMENT ON FUNCTION saf.redirecting_router IS
+    'router that has redirected a message, or the dialog of an answer';
+REVOKE ALL ON FUNCTION saf.redirecting_router FROM PUBLIC;
+
 CREATE FUNCTION saf.begin_target(m saf.parked, OUT e saf.conversation, OUT fault text)
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -235,6 +244,11 @@ BEGIN
             m.conversation_id, m.to_service, m.from_service, (hello ->> 'broker')::uuid,
             known.name, known.version, in_group, m.created_at + make_interval(secs => seconds))
     RETURNING * INTO e;
+    -- a router that has given the message another key must get all messages
+    IF m.key = m.conversation_id::text AND m.headers ? 'saf-redirected' THEN
+        UPDATE saf.conversation c SET redirected_by = saf.redirecting_router(m)
+        WHERE c.handle = e.handle RETURNING c.* INTO e;
+    END IF;
     PERFORM saf.expire_later(e);
     IF named IS NOT NULL AND known.name IS NULL THEN
         fault = format('contract %L version %s is not known at the target', named, numbered);
@@ -395,6 +409,29 @@ COMMENT ON FUNCTION saf.follow_routers IS
     'addresses an initiator''s messages to the service that a router has resolved to';
 REVOKE ALL ON FUNCTION saf.follow_routers FROM PUBLIC;
 
+-- As saf.dialogs.redirecting.go_direct
+CREATE FUNCTION saf.go_direct(e saf.conversation, m saf.parked) RETURNS void
+LANGUAGE sql SET search_path = pg_catalog, pg_temp AS $$
+    WITH redirected AS (
+        SELECT c.handle, c.far_service AS router, c.far_broker AS at
+        FROM saf.conversation c
+        WHERE c.handle = e.handle AND c.is_initiator AND m.from_service <> c.far_service
+          AND c.far_service = saf.redirecting_router(m)
+    ), known AS (
+        UPDATE saf.conversation c SET far_service = m.from_service, far_broker = m.source
+        FROM redirected r WHERE c.handle = r.handle
+        RETURNING c.service, c.conversation_id, r.router, r.at
+    )
+    INSERT INTO saf.outbox (message_id, from_service, to_service, to_broker, key, conversation_id,
+                            from_initiator, message_type, headers, body)
+    SELECT gen_random_uuid(), service, router, at, conversation_id::text, conversation_id, true,
+           'saf/direct', jsonb_build_object('content-type', 'application/json'), '{}'
+    FROM known
+$$;
+COMMENT ON FUNCTION saf.go_direct IS
+    'addresses an initiator''s messages to a target that a routing service has redirected to';
+REVOKE ALL ON FUNCTION saf.go_direct FROM PUBLIC;
+
 -- The verdict: take, drop, wait, dead, library (only the library can tell), or busy (another
 -- receiver has the group in hand). As saf.dialogs.arrival, one message at a time.
 CREATE FUNCTION saf.arrive(
@@ -455,6 +492,7 @@ BEGIN
         e.answered_by = m.source;
         IF m.sequence = 1 AND m.from_service <> e.far_service THEN
             PERFORM saf.follow_routers(e, m.from_service);
+            PERFORM saf.go_direct(e, m);
         END IF;
     END IF;
     SELECT * INTO j FROM saf.judge(m, e);

@@ -200,7 +200,10 @@ PURGING: Rights = {
         "SELECT": ("used_at", "key", "service", "destination"),
         "DELETE": WHOLE,
     },
-    "resolved_conversation": {"SELECT": ("used_at", "key", "service"), "DELETE": WHOLE},
+    "resolved_conversation": {
+        "SELECT": ("used_at", "kept_until", "key", "service"),
+        "DELETE": WHOLE,
+    },
     # messages that wait keep the choices by which they were routed
     "backoff": {"SELECT": ("destination", "subject")},
     "conversation": {
@@ -262,6 +265,7 @@ SPOKEN = (*SENT, "conversation_id", "from_initiator", "sequence")
 ENDPOINT = (
     *("handle", "conversation_id", "is_initiator", "monolog", "service", "far_service"),
     *("far_broker", "contract", "contract_version", "group_id", "expires_at", "lineage"),
+    "redirected_by",
 )
 FACTS = (
     *("send_sequence", "receive_sequence", "ended_here", "ended_there", "error_code"),
@@ -400,9 +404,11 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
             "resolved_conversation": {
                 "SELECT": WHOLE,
                 "INSERT": ("router", "key", "service", "broker", "to_key", "handle"),
-                "UPDATE": ("used_at", "handle"),
+                "UPDATE": ("used_at", "handle", "kept_until"),
                 "DELETE": WHOLE,
             },
+            # messages that are redirected keep the time at which they were sent
+            "outbox": {"INSERT": (*SPOKEN, "created_at")},
         },
     ),
     Kind.STREAM: (
@@ -549,7 +555,8 @@ CALLED: Mapping[Kind, tuple[str, ...]] = {
         *("saf.refuse_receiver", "saf.reader", "saf.wait_after", "saf.set_aside"),
         *("saf.wait_in_lane", "saf.time_late", "saf.bury", "saf.drop_message"),
         *("saf.fail_dialog", "saf.begin_target", "saf.find_end", "saf.judge"),
-        *("saf.make_due", "saf.follow_routers", "saf.arrive", "saf.dispose"),
+        *("saf.make_due", "saf.follow_routers", "saf.redirecting_router", "saf.go_direct"),
+        *("saf.arrive", "saf.dispose"),
         *("saf.take_shard", "saf.keep_copy", "saf.open_lane", "saf.count_failed"),
         *("saf.give_up", "saf.note_failure", "saf.take_shards", "saf.take_lane"),
         *("saf.out_of_hand", "saf.take_back", "saf.has_seat", "saf.chosen", "saf.unread"),

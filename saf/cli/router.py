@@ -77,7 +77,7 @@ def add(
     mode: Annotated[
         Literal["redirect", "forward"],
         typer.Option(
-            help="redirect: at the source; forward: by a routing service, `saf router serve`."
+            help="redirect: both ends then speak directly; forward: through `saf router serve`."
         ),
     ] = "redirect",
     elsewhere: Annotated[
@@ -93,8 +93,9 @@ def add(
     """Add a router, whose classifier chooses the service of each message.
 
     The classifier is used from the next batch on. Routes then choose the destination of the named
-    service. An existing router gets the new values, and is enabled. A router that forwards belongs
-    to the broker where its service lives, and so does a function of the database.
+    service. An existing router gets the new values, and is enabled. A router that `saf router
+    serve` serves belongs to the broker where its service lives, and so does a function of the
+    database.
     """
     given = {SQL: sql, ARROW: arrow, PYTHON: python, FUNCTION: function}
     expressions = [(kind, text) for kind, text in given.items() if text is not None]
@@ -189,7 +190,7 @@ def serve(
     config: Config = None,
     broker: Store = None,
 ) -> None:
-    """Run the routing service of a router that forwards.
+    """Run the routing service of a router.
 
     It serves until SIGTERM or Ctrl-C. It receives at the broker where the service lives, and sends
     on from there, so that broker is a destination and a source. With [signing] in saf.toml, it

@@ -58,7 +58,7 @@ from saf.dialogs.endpoints import (
 )
 from saf.dialogs.facts import Facts, Verdict, judge
 from saf.dialogs.set_back import compare, recognise
-from saf.dialogs.statements import COMPARE, END, ERROR, TIMER, Code
+from saf.dialogs.statements import COMPARE, DIRECT, END, ERROR, TIMER, Code
 from saf.errors import ContractViolation, DialogEnded, SchemaViolation
 from saf.message import ALTERED, DEFAULT_MAX_BYTES
 from saf.received import Received
@@ -425,6 +425,7 @@ def is_harmless(message: Received) -> bool:
                   service passes it on
         timer     from an end to itself
         compare   how much an end has sent and received
+        direct    an initiator speaks to its target without the router from now on
 
     A receiver that requires signatures takes them if they contain nothing else: a forger can end a
     dialog with such a message, but do nothing more. An End is not harmless, because a forged End
@@ -434,7 +435,7 @@ def is_harmless(message: Received) -> bool:
     if message.conversation_id is None or message.size > LARGEST:
         return False
     of_dialog = message.from_initiator is not None
-    if message.message_type == TIMER:
+    if message.message_type in (TIMER, DIRECT):
         return of_dialog and message.sequence is None and message.body == b"{}"
     match message.message_type, _said(message.body):
         case str(kind), {"code": int(code), "text": str(), **more} if code < 0:

@@ -1,7 +1,8 @@
 """Endpoints in a receiver's hand: locked, created for introducing messages, and written.
 
 An initiator that has begun a dialog with a router learns its true far end from the first answer.
-From then on it addresses the service that the router has resolved to.
+From then on it addresses the service that the router has resolved to, here or at a routing service
+(`saf.dialogs.redirecting`).
 
 Locks are taken in one order, so that two receivers wait for each other instead of deadlocking:
 first the rows of the groups, then those of the endpoints.
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -21,10 +21,11 @@ from saf.database import fetch
 from saf.dialogs.contracts import Contract, contracts
 from saf.dialogs.dialog import Dialog
 from saf.dialogs.facts import Facts, Lineage, read_lineage
+from saf.dialogs.introduction import Introduction, introduction
+from saf.dialogs.redirecting import go_direct, may_go_direct
 from saf.dialogs.statements import COMPARE, ERROR, EXPIRE, FIELDS, Code
-from saf.message import FIRST_DAY, HELLO, LAST_DAY
+from saf.message import HELLO
 from saf.received import Received
-from saf.setaside.isolation import kept
 
 End = tuple[UUID, bool]
 """One end: the conversation's id, and True for the initiator's end."""
@@ -57,6 +58,7 @@ BEGUN = {
     "contract_version": "int",
     "group_id": "uuid",
     "expires_at": "timestamptz",
+    "redirected_by": "text",
 }
 # If the broker was set back, or the message is not a dialog's first, an earlier end may have
 # existed here, whose numbers this one assigns again: see saf.dialogs.set_back
@@ -150,19 +152,6 @@ class Endpoint:
         return {"handle": self.dialog.handle, **vars(self.facts)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Introduction:
-    """Information about the dialog in the initiator's first message to the target."""
-
-    contract: str | None = None
-    version: int | None = None
-    broker: UUID | None = None
-    """Broker of the initiator, which gets the replies."""
-    expires_at: datetime | None = None
-    problem: str | None = None
-    """Error in the introduction, if it cannot be read."""
-
-
 def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End, Endpoint]:
     """Return the endpoints that messages are for, locked until the transaction ends."""
     spoken = [message for message in messages if message.from_initiator is not None]
@@ -170,7 +159,7 @@ def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End,
     rows = _lock(raw, ends)
     existing = {(row[1], row[2]) for row in rows}
     hellos = {
-        end: (message, _introduction(message))
+        end: (message, introduction(message))
         for message in sorted(spoken, key=_begins)
         if (_begins(message) or _is_late(message)) and message.from_service
         if (end := end_of(message)) not in existing
@@ -191,6 +180,7 @@ def in_hand(raw: psycopg.Connection[Any], messages: list[Received]) -> dict[End,
                 "from_service": [one.from_service for one in answers],
             },
         )
+        go_direct(raw, answers)
         rows = _lock(raw, ends)
     endpoints = {(row[1], row[2]): _endpoint(row, known) for row in rows}
     for end, (_, hello) in hellos.items():
@@ -262,29 +252,6 @@ def _is_late(message: Received) -> bool:
     return (message.sequence or 0) > 0 and message.may_say(HELLO)
 
 
-def _introduction(message: Received) -> Introduction:
-    """Read the introduction from a first message; set ``problem`` if it cannot be read."""
-    try:
-        header = message.headers.get(HELLO) or {}
-        seconds, broker = header.get("lifetime_seconds"), header.get("broker")
-        hello = Introduction(
-            contract=str(header["contract"]) if "contract" in header else None,
-            version=int(header["version"]) if "version" in header else None,
-            broker=UUID(broker) if broker else None,
-            expires_at=message.created_at + timedelta(seconds=float(seconds)) if seconds else None,
-        )
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
-        return Introduction(
-            problem=kept(f"its first message lacks what a dialog begins with: {error}")
-        )
-    problem = None
-    if hello.version is not None and not 0 < hello.version < 2**31:
-        problem = "its first message names no version that a contract can have"
-    if hello.expires_at is not None and not FIRST_DAY <= hello.expires_at < LAST_DAY:
-        problem = "its lifetime ends beyond the calendar"
-    return Introduction(problem=problem) if problem else hello
-
-
 def _begun(
     message: Received, hello: Introduction, known: dict[tuple[str, int], Contract]
 ) -> dict[str, Any]:
@@ -299,6 +266,7 @@ def _begun(
         "contract_version": contract and contract.version,
         "group_id": uuid4(),
         "expires_at": hello.expires_at,
+        "redirected_by": may_go_direct(message),
         "late": not _begins(message),
     }
 

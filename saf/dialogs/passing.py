@@ -25,7 +25,16 @@ from saf.dialogs.dialog import FRAGMENT_BYTES, Dialog, open_dialog
 from saf.dialogs.facts import Facts
 from saf.dialogs.statements import END, ERROR, EXPIRE, TIMER
 from saf.errors import DialogEnded, DialogExpired, UnreadableBody, UnreadableHeaders
-from saf.message import DEFAULT_MAX_BYTES, HELLO, LINEAGE, ORIGIN, SIGNATURE, WHOLE, Exact
+from saf.message import (
+    DEFAULT_MAX_BYTES,
+    HELLO,
+    LINEAGE,
+    ORIGIN,
+    REDIRECTED,
+    SIGNATURE,
+    WHOLE,
+    Exact,
+)
 from saf.signing.origin import envelope, is_signed, passed
 from saf.transaction import enter
 
@@ -34,7 +43,7 @@ if TYPE_CHECKING:
     from saf.routing.resolved import Resolved
     from saf.transaction import Conn
 
-OF_HOP = frozenset({HELLO, WHOLE, LINEAGE, SIGNATURE, ORIGIN})
+OF_HOP = frozenset({HELLO, WHOLE, LINEAGE, SIGNATURE, ORIGIN, REDIRECTED})
 """Headers of one hop, which are not passed on."""
 
 CONTINUE = f"""

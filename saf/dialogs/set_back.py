@@ -68,6 +68,7 @@ from saf.database import fetch, of_broker
 from saf.dialogs.endpoints import End, Endpoint, columns, end_of
 from saf.dialogs.facts import Lineage, fork, incarnation, read_lineage, said_by
 from saf.dialogs.monologs import JSON, ReceivedMonolog, publisher_set_back
+from saf.dialogs.redirecting import sent_from
 from saf.dialogs.statements import COMPARE, ERROR, HEARD_OF, INTRODUCTION, Code
 from saf.message import LINEAGE
 from saf.received import Received
@@ -94,6 +95,16 @@ SAY_ALL = SAY.format(
     which=f"state <> 'closed' AND error_code IS NULL AND NOT monolog AND {HEARD_OF}"
 )
 
+# The target of a message in the inbox is still to be begun here. A routing service that redirects
+# begins none
+BEGINS_HERE = """
+NOT EXISTS (SELECT FROM saf.conversation c
+            WHERE c.conversation_id = i.conversation_id AND NOT c.is_initiator)
+AND NOT EXISTS (SELECT FROM saf.resolved_conversation r
+                WHERE r.key = CAST(i.conversation_id AS text) AND r.router = i.to_service)
+AND NOT EXISTS (SELECT FROM saf.router r WHERE r.service = i.to_service AND r.mode = 'redirect')
+"""
+
 # Dialogs to be begun by messages that are not received yet, though their initiators may have
 # forgotten them. The inbox keeps no message for longer than its conversation is remembered.
 SAY_UNREAD = f"""
@@ -104,9 +115,7 @@ SELECT DISTINCT ON (i.conversation_id) gen_random_uuid(), to_service, from_servi
        convert_to(CAST(jsonb_build_object('received', 0, 'answer', true) AS text), 'UTF8')
 FROM saf.inbox i
 WHERE from_initiator AND sequence = 1 AND from_service <> ''
-  AND message_type IS DISTINCT FROM '{COMPARE}' AND NOT EXISTS (
-      SELECT FROM saf.conversation c
-      WHERE c.conversation_id = i.conversation_id AND NOT c.is_initiator)
+  AND message_type IS DISTINCT FROM '{COMPARE}' AND {BEGINS_HERE}
 """
 
 # Numbers above ``after`` are the new incarnation's. An earlier repair's pairs are kept for the
@@ -201,16 +210,14 @@ JOIN saf.conversation c USING (handle)
 """
 
 # Open targets, and those to be begun by messages that are not received yet
-TARGETS = """
+TARGETS = f"""
 SELECT conversation_id, service, (SELECT broker_id FROM saf.broker)
 FROM saf.conversation
 WHERE NOT is_initiator AND far_broker = %(source)s AND state <> 'closed' AND error_code IS NULL
 UNION
 SELECT conversation_id, to_service, (SELECT broker_id FROM saf.broker)
 FROM saf.inbox i
-WHERE source = %(source)s AND from_initiator AND sequence = 1 AND NOT EXISTS (
-    SELECT FROM saf.conversation c
-    WHERE c.conversation_id = i.conversation_id AND NOT c.is_initiator)
+WHERE source = %(source)s AND from_initiator AND sequence = 1 AND {BEGINS_HERE}
 """
 
 SETTLE = """
@@ -509,7 +516,7 @@ def _answer(message: Received, sequence: int, message_type: str, body: object) -
     return {
         "service": message.service,
         "far_service": message.from_service,
-        "source": message.source,
+        "source": sent_from(message),
         "conversation_id": message.conversation_id,
         "is_initiator": not message.from_initiator,
         "sequence": sequence,

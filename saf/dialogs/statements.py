@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 from saf.dialogs.contracts import DEFINITION, RESERVED
-from saf.message import HELLO, LINEAGE
+from saf.message import HELLO, LINEAGE, REDIRECTED
 
 END, ERROR, TIMER = f"{RESERVED}end-dialog", f"{RESERVED}error", f"{RESERVED}dialog-timer"
 """Types of saf's own messages."""
 
 COMPARE = f"{RESERVED}compare"
 """Type of a message with an end's counts of messages; see `saf.dialogs.set_back`."""
+
+DIRECT = f"{RESERVED}direct"
+"""Type of an initiator's last message to a router that redirects; see `saf.dialogs.redirecting`."""
 
 
 class Code(IntEnum):
@@ -53,10 +56,13 @@ jsonb_build_object('{HELLO}', jsonb_strip_nulls(jsonb_build_object(
 """
 # Sent with the first message, so that the target need not ask; and with an Error, because a failed
 # end sends nothing else, and the first message may not have arrived, or the target's end may be
-# gone
+# gone. A target's first answer names the router that has redirected the dialog.
 HEADERS = f"""
 CASE WHEN is_initiator AND NOT monolog AND (send_sequence = 1 OR error_code IS NOT NULL)
-     THEN {INTRODUCTION} ELSE jsonb_build_object() END
+     THEN {INTRODUCTION}
+     WHEN redirected_by IS NOT NULL AND send_sequence = 1
+     THEN jsonb_build_object('{REDIRECTED}', jsonb_build_object('by', redirected_by))
+     ELSE jsonb_build_object() END
 || CASE WHEN lineage IS NULL THEN jsonb_build_object()
         ELSE jsonb_build_object('{LINEAGE}', lineage) END
 """

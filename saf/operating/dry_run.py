@@ -20,10 +20,10 @@ from saf.message import Message, encode
 from saf.routing import functions
 from saf.routing.explain import Explanation, explain
 from saf.routing.functions import Classify
-from saf.routing.matching import FUNCTION, Router, Routes
+from saf.routing.matching import FORWARD, FUNCTION, Router, Routes
 from saf.routing.resolved import Resolved, resolved
 from saf.routing.routers import with_problems
-from saf.routing.routes import Declared, configuration, router_that_forwards
+from saf.routing.routes import Declared, configuration, router_in_force
 
 DEAD = 1
 
@@ -98,9 +98,10 @@ def try_out(
     ``in_sql`` evaluates classifiers in SQL, if it can; see `saf.spark.answers`.
     """
     current = configuration(connection, default_destination, declared)
-    in_force, router = current.in_force, router_that_forwards(current, message.service)
+    in_force, served = current.in_force, router_in_force(current, message.service)
     classify = None
-    if router is not None and lives_here(connection, router.service):
+    if served and served.mode == FORWARD and lives_here(connection, message.service):
+        router = served.router
         if router.kind == FUNCTION:
             router, classify = _callable(connection, router)
         routes = with_problems(replace(in_force, routers=(router,)))

@@ -50,6 +50,8 @@ class Reader:
     """Message types that the reader has handlers for; None: all types."""
     signer: Signer | None = None
     """Signs messages sent on the dialogs of the reader's messages."""
+    passes: bool = False
+    """True if the reader passes messages of dialogs on as they are, and is no end of them."""
 
     @property
     def converses(self) -> bool:
@@ -57,7 +59,7 @@ class Reader:
 
         Others listen in.
         """
-        return self.name == self.service
+        return self.name == self.service and not self.passes
 
 
 @dataclass(kw_only=True)

@@ -74,17 +74,21 @@ WITH forgotten AS (
                     - make_interval(secs => %(noted)s)
       AND NOT EXISTS (SELECT FROM saf.conversation c
                       WHERE c.conversation_id::text = key AND c.state <> 'closed')
+      AND {unused}
       AND NOT EXISTS (SELECT FROM saf.backoff b WHERE {lane} AND b.subject = one.service)
       AND NOT EXISTS (SELECT FROM saf.backoff b WHERE {lane} AND b.subject = '')
     RETURNING key)
 SELECT count(*) FROM forgotten
 """
-LANES = {
-    "route_choice": "b.destination = one.destination",
-    "resolved_conversation": "b.destination <> ''",
-}
-"""SQL: for each table, the lanes whose waiting messages may have used a row of it."""
-FORGETTING = tuple(FORGET.format(table=table, lane=lane) for table, lane in LANES.items())
+FORGETTING = (
+    # each with the lanes whose waiting messages may have used a row
+    FORGET.format(table="route_choice", lane="b.destination = one.destination", unused="true"),
+    FORGET.format(
+        table="resolved_conversation",
+        lane="b.destination <> ''",
+        unused="coalesce(kept_until < now(), true)",
+    ),
+)
 
 
 class Asker(NamedTuple):

@@ -27,7 +27,7 @@ import psycopg
 from saf.database import fetch
 from saf.errors import ConfigurationError, UsageError
 from saf.routing.local import keep, refuse_local, transaction
-from saf.routing.matching import FORWARD, REDIRECT, Route, Router, Routes, by_precedence, check_name
+from saf.routing.matching import REDIRECT, Route, Router, Routes, by_precedence, check_name
 
 Origin = Literal["saf.route", "saf.router", "saf.toml", "default", "broker_id"]
 
@@ -249,10 +249,10 @@ def _configured_router(
     )
 
 
-def router_that_forwards(there: Configuration, service: str) -> Router | None:
-    """Return the router of a service if it is in force and forwards."""
+def router_in_force(there: Configuration, service: str) -> ConfiguredRouter | None:
+    """Return the router of a service, unless it is disabled."""
     found = (entry for entry in there.routers if entry.router.service == service)
-    return next((entry.router for entry in found if entry.enabled and entry.mode == FORWARD), None)
+    return next((entry for entry in found if entry.enabled), None)
 
 
 def current_routes(

@@ -54,6 +54,7 @@ from saf.message import (
     CLAIMED_FROM,
     LINEAGE,
     MAX_NAME,
+    REDIRECTED,
     SIGNATURE,
     VERIFIED_FROM,
     Number,
@@ -242,8 +243,8 @@ VERSION = 1
 BEGINNING = b"saf-signature-%d\n" % VERSION
 """No other program signs bytes with this prefix, even with the same key."""
 
-NOT_COVERED = frozenset({SIGNATURE, VERIFIED_FROM, CLAIMED_FROM, LINEAGE})
-"""Headers that forwarders and repairs write after the message was signed."""
+NOT_COVERED = frozenset({SIGNATURE, VERIFIED_FROM, CLAIMED_FROM, LINEAGE, REDIRECTED})
+"""Headers that forwarders, repairs and routing services write after the message was signed."""
 
 DEEPEST = 100
 """Deepest nesting of the headers of a signed message."""

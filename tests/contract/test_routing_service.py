@@ -468,7 +468,7 @@ def test_without_its_router_or_its_function_it_ends_and_nothing_is_received(
     hub.forward()
     with connect(hub.hub) as connection:
         enable_router(connection, DEPARTURES, enabled=False)
-        with pytest.raises(ConfigurationError, match="no router 'departures' that forwards"):
+        with pytest.raises(ConfigurationError, match="no router 'departures', or it is disabled"):
             hub.service().run()
         add_router(connection, DEPARTURES, "python", "not_here_yet:classify", mode="forward")
         for _ in range(10):

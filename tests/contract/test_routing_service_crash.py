@@ -26,9 +26,9 @@ POINTS = (
 DIALOGS, KEYS, ROUNDS, EACH = 12, 6, 3, 5
 
 
-@pytest.fixture
-def hub(new_broker: Callable[[str], Dsn]) -> Hub:
-    return Hub.at(new_broker)
+@pytest.fixture(params=["forward", "redirect"])
+def hub(request: pytest.FixtureRequest, new_broker: Callable[[str], Dsn]) -> Hub:
+    return Hub.at(new_broker, request.param)
 
 
 def let_it_die(hub: Hub, chance: random.Random) -> int:
@@ -52,7 +52,7 @@ def let_it_die(hub: Hub, chance: random.Random) -> int:
 def by_conversation(messages: list[saf.Received]) -> dict[object, list[str]]:
     found: dict[object, list[str]] = defaultdict(list)
     for one in messages:
-        found[one.dialog or one.key].append(one.text())
+        found[one.conversation_id or one.key].append(one.text())
     return dict(found)
 
 
@@ -95,7 +95,7 @@ def test_replicas_that_are_killed_anywhere_lose_and_repeat_nothing_and_keep_the_
         answers += receive(hub.app, SHOP)
     assert killed > 0
     said = [str(number) for number in range(1, number + 1)]
-    assert by_conversation(answers) == {one: [where[one], *said] for one in dialogs}
+    assert by_conversation(answers) == {one.conversation_id: [where[one], *said] for one in dialogs}
     for name in airports:
         expected = [[name, *said]] * (DIALOGS // 2) + [[name] * len(said) + [name]] * (KEYS // 2)
         assert sorted(by_conversation(heard[name]).values()) == sorted(expected)

@@ -29,6 +29,11 @@ def hub(new_broker: Callable[[str], Dsn]) -> Hub:
     return Hub.at(new_broker)
 
 
+@pytest.fixture
+def redirecting(new_broker: Callable[[str], Dsn]) -> Hub:
+    return Hub.at(new_broker, "redirect")
+
+
 def repair(hub: Hub, name: str, *, purged: bool = True) -> None:
     """The one that was set back, and then the others: what it has lost is purged there."""
     places = {"app": hub.app, "hub": hub.hub, "ewr": hub.ewr, "jfk": hub.jfk}
@@ -139,3 +144,66 @@ def test_a_hub_that_has_forgotten_nothing_goes_on(hub: Hub, backup: Callable[[Ds
     say(hub.app, dialog, "2")
     assert talk(hub) == ([], ["2"])
     assert errors(hub.app) == errors(hub.ewr) == [None]
+
+
+# A hub that redirects is no end of a dialog
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("name", ["app", "ewr"])
+def test_by_a_hub_that_redirects_both_parties_get_an_error_if_one_has_forgotten(
+    redirecting: Hub, backup: Callable[[Dsn], Dsn], name: str, answered: bool
+) -> None:
+    hub, dialog = redirecting, begin(redirecting.app, "EWR", to_service="departures")
+    hub.carry()
+    (first,) = receive(hub.ewr, "EWR")
+    assert first.dialog is not None
+    if answered:
+        say(hub.ewr, first.dialog, "1")
+        assert talk(hub) == (["1"], [])
+    older = backup(getattr(hub, name))
+    say(hub.app, dialog, "2")
+    assert talk(hub) == ([], ["2"])
+    hub = replace(hub, **{name: older})
+    repair(hub, name)
+    assert talk(hub) == ([ERROR], [ERROR])
+    assert errors(hub.app) == errors(hub.ewr) == [Code.SET_BACK]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("purged", [False, True])
+def test_a_hub_that_redirects_and_has_forgotten_a_message_loses_nothing(
+    redirecting: Hub, backup: Callable[[Dsn], Dsn], purged: bool
+) -> None:
+    hub, dialog = redirecting, begin(redirecting.app, "EWR", to_service="departures")
+    assert talk(hub) == ([], ["EWR"])
+    older = backup(hub.hub)
+    say(hub.app, dialog, "2")
+    assert talk(hub) == ([], ["2"])
+    hub = replace(hub, hub=older)
+    repair(hub, "hub", purged=purged)
+    assert talk(hub) == ([], [])
+    say(hub.app, dialog, "3")
+    assert talk(hub) == ([], ["3"])
+    assert errors(hub.app) == errors(hub.ewr) == [None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [False, True])
+def test_a_hub_that_redirects_and_has_forgotten_a_dialog_learns_of_it_again_or_says_so(
+    redirecting: Hub, backup: Callable[[Dsn], Dsn], known: bool
+) -> None:
+    hub, older = redirecting, backup(redirecting.hub)
+    dialog = begin(hub.app, "EWR", "2", to_service="departures")
+    assert talk(hub) == ([], ["EWR", "2"])
+    hub = replace(hub, hub=older)
+    repair(hub, "hub", purged=not known)
+    if known:  # the shop has sent the first message again
+        assert talk(hub) == ([], [])
+        say(hub.app, dialog, "3")
+        assert talk(hub) == ([], ["3"])
+        assert errors(hub.app) == [None]
+    else:
+        assert talk(hub)[0] == [ERROR]
+        assert errors(hub.app) == [Code.UNRESOLVED]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from saf.dialogs.arrival import is_harmless
 from saf.dialogs.assembly import is_fragment, whole
 from saf.dialogs.dialog import split
-from saf.dialogs.endpoints import _introduction
+from saf.dialogs.endpoints import introduction
 from saf.dialogs.facts import LARGEST, fork, incarnation, read_lineage, said_by
 from saf.dialogs.passing import _error
 from saf.dialogs.set_back import _lineage, _standing
@@ -49,7 +49,7 @@ def begin(headers: str) -> None:
         is_fragment(one)
         assert all(isinstance(number, int) for number in whole(one) or ())
         assert all(len(pair) == 2 for pair in _lineage(one))
-        hello = _introduction(one)
+        hello = introduction(one)
         if hello.problem is None:
             assert hello.version is None or 0 < hello.version < 2**31
             assert hello.expires_at is None or FIRST_DAY <= hello.expires_at < LAST_DAY

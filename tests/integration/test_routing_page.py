@@ -335,12 +335,14 @@ def test_a_classifier_in_the_database_is_made_and_served_as_the_page_says(
     assert bodies(places["erp"]) == ['{"origin":"JFK"}']
 
 
-def test_replies_come_back_by_the_hub_of_the_page_without_a_route(
-    folder: Path, app: Dsn, with_hub: Dsn, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("mode", ["forward", "redirect"])
+def test_replies_come_back_from_behind_the_hub_of_the_page_without_a_route(
+    folder: Path, app: Dsn, with_hub: Dsn, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.syspath_prepend(folder)
     env = {"PATH": activated(), "PYTHONPATH": f"{folder}:{ROOT}"}
-    done = run(["bash", "-euxc", "".join(blocks("forward"))], env=env, cwd=folder)
+    script = "".join(blocks("forward") + (blocks(mode) if mode == "redirect" else []))
+    done = run(["bash", "-euxc", script], env=env, cwd=folder)
     assert done.returncode == DONE, done.stderr
     settings = load(folder / "saf.toml")
     places = {name: one.dsn for name, one in settings.brokers.items()}
@@ -368,6 +370,13 @@ def test_replies_come_back_by_the_hub_of_the_page_without_a_route(
     assert len(receive(erp, "JFK", reply)) == 3
     carry()
     assert [message.json() for message in receive(app, "shop")] == [0, 1, 2]
+    with app.connect(role="test") as connection:
+        dialog.send(connection, {"gate": 3})
+    carry()
+    assert [message.json()["gate"] for message in receive(erp, "JFK")] == [3]
+    passed = "SELECT count(*) FROM saf.inbox WHERE sequence > 0"
+    with connect(with_hub) as connection:
+        assert fetch(connection, passed) == [(7 if mode == "forward" else 3,)]
 
 
 def test_a_router_that_forwards_is_listed_as_such_and_served_only_where_it_is(
@@ -390,7 +399,7 @@ def test_a_router_that_forwards_is_listed_as_such_and_served_only_where_it_is(
     assert "cannot load 'airprts:x'" in refused(saf(*serve, cwd=folder))
     assert "cannot load 'airprts:x'" in refused(saf(*serve, "--processes", "2", cwd=folder))
     saf("router", "disable", "arrivals", cwd=folder)
-    assert "no router 'arrivals' that forwards" in refused(saf(*serve, cwd=folder))
+    assert "no router 'arrivals', or it is disabled" in refused(saf(*serve, cwd=folder))
     add = ("router", "add", "arrivals", "--sql", "text", "--mode", "forward")
     assert "in SQL, which needs Spark" in refused(saf(*add, cwd=folder))
 

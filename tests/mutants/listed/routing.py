@@ -41,8 +41,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "bytes that are sent on are escaped where backslashes are",
         SERVICE,
-        "queries.in_arrays(raw, columns(SENT_ON, rows))",
-        "columns(SENT_ON, rows)",
+        "queries.in_arrays(raw, columns(names, rows))",
+        "columns(names, rows)",
         "contract/test_unusual_databases.py::"
         "test_what_a_routing_service_sends_on_keeps_its_body[standard_conforming_strings-psycopg]",
     ),

@@ -481,8 +481,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a choice is kept for lanes of other destinations",
         CHOICES,
-        '"route_choice": "b.destination = one.destination"',
-        '"route_choice": "b.destination <> \'\'"',
+        'lane="b.destination = one.destination"',
+        "lane=\"b.destination <> ''\"",
         f"{CHOICE}a_choice_is_kept_for_lanes_of_its_own_destination_and_service",
     ),
     mutant(
