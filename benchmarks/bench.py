@@ -32,6 +32,7 @@ from benchmarks import (
     receive,
     routing,
     send,
+    sources,
     waking,
 )
 from benchmarks.stage import Stage
@@ -60,6 +61,7 @@ ALONE = {
     "idle": idle.run,
     "reading": reading.run,
     "waking": waking.run,
+    "sources": sources.run,
 }
 LONG = (
     "memory",
@@ -72,6 +74,7 @@ LONG = (
     "held",
     "fair",
     "capture",
+    "sources",
 )
 """What a run has only if it is asked for."""
 PARTS = (

@@ -16,7 +16,8 @@ A record that no inbox takes is a dead letter of the service's subscription, wit
     over_size      its body is too large
     no_dialog      it belongs to a dialog: no end of it lives at a topic
 
-Python reads each record, because clients return records as objects.
+`Decoder.table` reads record by record. `saf.sources.columns` does so a column at a time, where
+records are alike.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from uuid import UUID
 import pyarrow as pa
 
 from saf.destinations.mapping import CONTENT_TYPE, EVENT_SOURCE, HEADERS, names, source_of
+from saf.destinations.queues import Format
 from saf.log.columns import TYPES
 from saf.message import (
     CLAIMED_FROM,
@@ -142,24 +144,28 @@ class Decoder:
                 f"the body has {len(body):,} bytes, forwarder.max_bytes is {self.max_bytes:,}",
                 OVER_SIZE,
             )
-        may_be_own = "saf-source" in texts or f"{self.prefix}safshard" in texts
-        if may_be_own and source_of(texts, self.prefix) is not None:
-            return self._own(record, texts, headers, body)
+        form = form_of(texts, self.prefix)
+        if form is not None and source_of(texts, self.prefix) is not None:
+            return self._own(form, record, texts, headers, body)
         return Row(
             message_id=self._id(shard, record),
             to_service=self.service,
             key=self._key(record, texts),
             message_type=texts.get(f"{self.prefix}type"),
-            headers=_as_json(headers),
+            headers=as_json(headers),
             body=body,
             created_at=record.created_at or datetime.now(UTC),
         )
 
     def _own(
-        self, record: Record, texts: Mapping[str, str], headers: dict[str, Any], body: bytes
+        self,
+        form: Format,
+        record: Record,
+        texts: Mapping[str, str],
+        headers: dict[str, Any],
+        body: bytes,
     ) -> Row:
         """Return a message that saf wrote."""
-        form = "saf" if {"saf-source", "saf-shard"} <= texts.keys() else "cloudevents"
         called = OUR_NAMES[form]
         prefix = "" if form == "saf" else self.prefix
         said = {column: texts.get(prefix + name) for column, name in called.items()}
@@ -169,7 +175,7 @@ class Decoder:
                 "at a topic",
                 NO_DIALOG,
             )
-        own = {name: value for name, value in headers.items() if not self._is_saf_header(name)}
+        own = {name: value for name, value in headers.items() if not self.is_saf_header(name)}
         own[SENT_BY] = str(said["source"]).removeprefix(EVENT_SOURCE)
         message_type = said["message_type"]
         if form != "saf" and message_type == said["to_service"]:
@@ -180,7 +186,7 @@ class Decoder:
             to_service=(said["to_service"] if self.named_services else None) or self.service,
             key=said["key"],
             message_type=message_type,
-            headers=_as_json(own),
+            headers=as_json(own),
             body=body,
             created_at=_moment(said["created_at"], called["created_at"])
             or record.created_at
@@ -189,7 +195,8 @@ class Decoder:
             expires_at=_moment(said["expires_at"], called["expires_at"]),
         )
 
-    def _is_saf_header(self, name: str) -> bool:
+    def is_saf_header(self, name: str) -> bool:
+        """Return whether a header is saf's own, and not the sender's."""
         if name in _SAF_NAMES:
             return True
         event = name.removeprefix(self.prefix)
@@ -197,7 +204,7 @@ class Decoder:
 
     def _id(self, shard: int, record: Record) -> bytes:
         batch, number = record.position
-        return _uuid5(self.source.bytes, f"{shard}/{batch}-{number}")
+        return uuid5(self.source.bytes, f"{shard}/{batch}-{number}")
 
     def _key(self, record: Record, texts: Mapping[str, str]) -> str | None:
         if self.key_header is not None:
@@ -212,7 +219,7 @@ class Decoder:
     def _dead(self, shard: int, record: Record, error: Undecodable) -> Row:
         """Return a record as it is, with the reason why no inbox takes it."""
         headers = {_name(name): _value(value) for name, value in record.headers.items()}
-        text = _as_json(headers)
+        text = as_json(headers)
         return Row(
             message_id=self._id(shard, record),
             to_service=self.service,
@@ -222,6 +229,28 @@ class Decoder:
             reason=error.reason,
             error=str(error),
         )
+
+
+def form_of(headers: Collection[str], prefix: str) -> Format | None:
+    """Return the format whose names saf's own headers have; None if no source is named.
+
+    >>> form_of(["saf-source", "saf-shard"], "ce_"), form_of(["ce_source", "ce_id"], "ce_")
+    ('saf', None)
+    """
+    if "saf-source" in headers and "saf-shard" in headers:
+        return "saf"
+    if f"{prefix}source" in headers and f"{prefix}safshard" in headers:
+        return "cloudevents"
+    return None
+
+
+def is_event(content_type: str) -> bool:
+    """Return whether a body with this content type is a whole event.
+
+    >>> is_event("application/CloudEvents+json; charset=utf-8"), is_event("application/json")
+    (True, False)
+    """
+    return content_type.partition(";")[0].strip().lower() in EVENT_TYPES
 
 
 _SAF_NAMES = {header.saf for header in HEADERS}
@@ -241,8 +270,7 @@ def _read(record: Record, prefix: str) -> tuple[dict[str, str], dict[str, Any], 
         headers[name] = text = _value(value)
         if isinstance(text, str):
             texts[name] = text
-    media_type = texts.get(CONTENT_TYPE, "").partition(";")[0].strip().lower()
-    if media_type not in EVENT_TYPES:
+    if not is_event(texts.get(CONTENT_TYPE, "")):
         return texts, headers, record.body
     attributes, body, content_type = _event(record.body)
     del headers[CONTENT_TYPE], texts[CONTENT_TYPE]
@@ -337,14 +365,14 @@ def _name(name: str) -> str:
     return name.replace("\x00", "\\x00")
 
 
-_as_json: Callable[[Mapping[str, Any]], str] = json.JSONEncoder(ensure_ascii=False).encode
+as_json: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def _uuid5(namespace: bytes, name: str) -> bytes:
+def uuid5(namespace: bytes, name: str) -> bytes:
     """Return the bytes of a UUID of version 5, in a third of the time that `uuid` takes.
 
-    >>> from uuid import uuid5
-    >>> _uuid5(UUID(int=7).bytes, "0/1-2") == uuid5(UUID(int=7), "0/1-2").bytes
+    >>> import uuid
+    >>> uuid5(UUID(int=7).bytes, "0/1-2") == uuid.uuid5(UUID(int=7), "0/1-2").bytes
     True
     """
     made = bytearray(hashlib.sha1(namespace + name.encode(), usedforsecurity=False).digest()[:16])

@@ -25,7 +25,7 @@ from saf.destinations import Refusal
 from saf.destinations.marks import MAIN
 from saf.errors import Fenced, UnknownService
 from saf.failpoints import fail_point
-from saf.sources import BEGINNING, Extent, Position, Records, Source
+from saf.sources import BEGINNING, Extent, Position, Records, Source, columns
 from saf.sources.decoding import Decoder
 from saf.sources.judging import judge
 from saf.sources.ownership import Membership, Share
@@ -281,7 +281,7 @@ class Reader:
             raise error
         if not records.records:
             return Read(share=share, records=records, rows=None)
-        rows = self._decoder.table(share.shard, records.records)
+        rows = columns.table(self._decoder, share.shard, records.records)
         return Read(share=share, records=records, rows=rows)
 
     def _pass(self, read: Read) -> None:

@@ -241,10 +241,13 @@ def _extent(low: int, high: int, topic_id: str | None) -> Extent:
 
 def _record(position: Position, message: Any) -> Record:
     _, milliseconds = message.timestamp()
+    headers: dict[str, bytes] = dict(message.headers() or ())
+    if None in headers.values():
+        headers = {name: value or b"" for name, value in headers.items()}
     return Record(
-        position=position,
-        headers={str(name): value or b"" for name, value in message.headers() or ()},
-        body=message.value() or b"",
-        key=message.key(),
-        created_at=datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds > 0 else None,
+        position,
+        headers,
+        message.value() or b"",
+        message.key(),
+        datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds > 0 else None,
     )

@@ -7,6 +7,8 @@ from tests.mutants.mutant import harmless, mutant
 SOURCES = "contract/test_sources.py::"
 JUDGING = "saf/sources/judging.py"
 DECODING = "saf/sources/decoding.py"
+COLUMNS = "saf/sources/columns.py"
+ALIKE = "unit/test_source_columns.py::"
 READER = "saf/sources/reader.py"
 OWNERSHIP = "saf/sources/ownership.py"
 STORING = "saf/sources/storing.py"
@@ -103,8 +105,8 @@ MUTANTS = (
     mutant(
         "a_messages_id_depends_on_when_it_is_read",
         DECODING,
-        'return _uuid5(self.source.bytes, f"{shard}/{batch}-{number}")',
-        'return _uuid5(self.source.bytes, f"{datetime.now(UTC)}")',
+        'return uuid5(self.source.bytes, f"{shard}/{batch}-{number}")',
+        'return uuid5(self.source.bytes, f"{datetime.now(UTC)}")',
         SOURCES
         + "test_a_message_of_another_writer_has_its_headers_its_key_and_an_id_of_its_position",
     ),
@@ -213,5 +215,76 @@ MUTANTS = (
         "except Exception as error:  # a kind of another package may raise anything",
         "except ArithmeticError as error:",
         SOURCES + "test_a_source_that_is_down_delays_no_outbox",
+    ),
+    mutant(
+        "records_of_several_writers_come_in_another_order",
+        COLUMNS,
+        "found = found.take(np.argsort(order))",
+        "found = found.take(order)",
+        ALIKE + "test_records_of_several_writers_stay_in_their_order",
+    ),
+    mutant(
+        "an_odd_record_is_left_out",
+        COLUMNS,
+        "others += [place for place, odd in zip(places, alike.odd, strict=True) if odd]",
+        "others += []",
+        ALIKE + "test_an_odd_value_of_some_or_all_is_read_as_it_is_alone",
+    ),
+    mutant(
+        "an_event_in_a_body_is_taken_for_the_body",
+        COLUMNS,
+        "self._each(kind, lambda text: None if is_event(text) else text)",
+        "self._each(kind, lambda text: text)",
+        ALIKE + "test_an_odd_value_of_some_or_all_is_read_as_it_is_alone",
+    ),
+    mutant(
+        "a_header_that_is_the_same_in_the_first_and_last_record_is_the_same_in_all",
+        COLUMNS,
+        "if first == values[-1] and values.count(first) == len(values):",
+        "if first == values[-1]:",
+        ALIKE + "test_any_mixture_is_read_as_it_is_alone",
+        ALIKE + "test_an_odd_value_of_some_or_all_is_read_as_it_is_alone",
+    ),
+    mutant(
+        "many_alike_records_may_say_that_their_sender_is_verified",
+        COLUMNS,
+        "if VERIFIED_FROM in self.headers:  # a topic's",
+        "if VERIFIED_FROM in ():  # a topic's",
+        ALIKE + "test_headers_that_change_what_others_mean_are_read_as_they_are_alone",
+    ),
+    mutant(
+        "many_alike_messages_of_a_dialog_are_taken",
+        COLUMNS,
+        'if said["conversation_id"] is not None or SENT_BY in self.headers:',
+        "if SENT_BY in self.headers:",
+        ALIKE + "test_headers_that_change_what_others_mean_are_read_as_they_are_alone",
+    ),
+    mutant(
+        "a_zero_byte_in_a_column_is_stored",
+        COLUMNS,
+        "if text is not None and np.frombuffer(raw.buffers()[2], np.uint8).all():",
+        "if text is not None:",
+        ALIKE + "test_an_odd_value_of_some_or_all_is_read_as_it_is_alone",
+    ),
+    mutant(
+        "a_time_beyond_the_calendar_is_stored",
+        COLUMNS,
+        "self._leave(np.asarray(pc.or_(early, late)))",
+        "self._leave(np.asarray(early))",
+        ALIKE + "test_an_odd_value_of_some_or_all_is_read_as_it_is_alone",
+    ),
+    mutant(
+        "a_digit_that_is_none_is_read_as_one",
+        COLUMNS,
+        "self._leave(~dashes | (halves == NO_DIGIT).any(axis=1))",
+        "self._leave(~dashes)",
+        ALIKE + "test_an_odd_value_of_some_or_all_is_read_as_it_is_alone",
+    ),
+    mutant(
+        "a_large_body_among_alike_records_is_stored",
+        COLUMNS,
+        "self._leave(np.asarray(pc.greater(pc.binary_length(body), self.decoder.max_bytes)))",
+        "self._leave(np.asarray(pc.greater(pc.binary_length(body), 1 << 40)))",
+        ALIKE + "test_large_bodies_and_headers_are_dead_letters_between_their_neighbours",
     ),
 )
