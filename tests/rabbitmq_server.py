@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,11 @@ from pydantic import SecretStr
 from saf.database.bounds import Bounds
 from saf.destinations.rabbitmq_stream import RabbitmqStream, amqp
 from saf.destinations.rabbitmq_stream.connection import (
+    Command,
     Connection,
     StreamError,
+    frame,
+    text,
 )
 from saf.destinations.rabbitmq_stream.streams import entries
 from saf_demo import servers
@@ -128,6 +132,23 @@ class RabbitmqServer(Restartable):
         here = pika.ConnectionParameters("127.0.0.1", self.queues, credentials=login, heartbeat=0)
         with closing(pika.BlockingConnection(here)) as connection:
             yield connection.channel()
+
+    def publish(self, stream: str, messages: Sequence[bytes], **arguments: str) -> None:
+        """Add entries to a stream, which is created if it does not exist."""
+        with self.connected() as one:
+            one.create(stream, {name.replace("_", "-"): value for name, value in arguments.items()})
+            one.declare({0: ("", stream)})
+            for first in range(0, len(messages), 1_000):
+                part = messages[first : first + 1_000]
+                entries = (struct.pack(">QI", 0, len(each)) + each for each in part)
+                head = struct.pack(">BI", 0, len(part))
+                one.send(frame(Command.PUBLISH, head + b"".join(entries)))
+            one.confirm(len(messages))
+
+    def delete(self, stream: str) -> None:
+        """Delete a stream."""
+        with self.connected() as one:
+            one.ask(Command.DELETE, text(stream))
 
     def empty(self) -> None:
         """Let it lose everything."""

@@ -380,6 +380,18 @@ ca_file = "/etc/ssl/nats-ca.pem"
 certificate_file = "/etc/ssl/saf.pem"
 key_file = "/etc/ssl/saf.key"
 
+[sources.returns]
+kind = "rabbitmq_stream"
+server = "rabbitmq-stream+tls://rabbit-1.example.com,rabbit-2.example.com/shop"
+topic = "returns"
+service = "shipping"
+into = "mom"
+username = "saf"
+password = "${RABBITMQ_PASSWORD}"
+ca_file = "/etc/ssl/rabbit-ca.pem"
+certificate_file = "/etc/ssl/saf.pem"
+key_file = "/etc/ssl/saf.key"
+
 [endpoints.orders]
 url = "https://orders.example.com/hooks"
 token_url = "https://login.example.com/oauth/token"

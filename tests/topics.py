@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from saf.database import Dsn, fetch
+from saf.destinations.rabbitmq_stream import amqp
 from saf.sources.nats import Nats
+from saf.sources.rabbitmq_stream import RabbitmqStream
 from saf.sources.reader import Reader, Turn
 from saf.sources.redis import Redis
 from saf.sources.settings import SourceSettings
 from saf.testing.source_conformance import Written
 from tests.nats_server import NatsServer
 from tests.pipeline import connect
+from tests.rabbitmq_server import RabbitmqServer
 from tests.redis_server import RedisServer
 from tests.waits import until
 
@@ -54,6 +58,24 @@ def add_to_nats(
             == before + len(records)
         )
     )
+
+
+def stream_source(server: RabbitmqServer, **more: Any) -> RabbitmqStream:
+    """A stream of a RabbitMQ server as a source."""
+    return RabbitmqStream(
+        **{"server": server.address, "topic": TOPIC, "service": "billing", **more}
+    )
+
+
+def amqp_of(one: Written) -> bytes:
+    """Return a message of AMQP 1.0, with its headers as bytes."""
+    pairs = b"".join(
+        amqp.text(name) + struct.pack(">BI", 0xB0, len(value)) + value
+        for name, value in one.headers
+    )
+    head = struct.pack(">BII", 0xD1, len(pairs) + 4, 2 * len(one.headers))
+    body = struct.pack(">BI", 0xB0, len(one.body)) + one.body
+    return b"\0\x53\x74" + head + pairs + b"\0\x53\x75" + body
 
 
 def texts(bodies: Sequence[str]) -> list[Written]:

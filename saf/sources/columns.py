@@ -47,6 +47,8 @@ from saf.sources.decoding import (
 
 FEW = 32
 """Fewer records that are alike are decoded one by one, which takes less time."""
+UNREADABLE = ("\x00",)
+"""Stands for the header names of records that cannot be read."""
 MOST_BYTES = 1 << 30
 """Most bytes of a header's values: Arrow could not keep more in one array of strings."""
 NO_ID = "00000000-0000-0000-0000-000000000000"
@@ -66,10 +68,11 @@ def table(decoder: Decoder, shard: int, records: Sequence[Record]) -> pa.Table:
         return decoder.table(shard, records)
     forms: dict[tuple[str, ...], list[int]] = {}
     for place, record in enumerate(records):
-        forms.setdefault((*record.headers,), []).append(place)
+        names = (*record.headers,) if record.problem is None else UNREADABLE
+        forms.setdefault(names, []).append(place)
     parts: list[pa.Table] = []
     order: list[int] = []
-    others: list[int] = []
+    others = forms.pop(UNREADABLE, [])
     for names, places in forms.items():
         if len(places) < FEW:
             others += places
@@ -79,6 +82,7 @@ def table(decoder: Decoder, shard: int, records: Sequence[Record]) -> pa.Table:
         order += [place for place, odd in zip(places, alike.odd, strict=True) if not odd]
         others += [place for place, odd in zip(places, alike.odd, strict=True) if odd]
     if others:
+        others.sort()
         parts.append(decoder.table(shard, [records[place] for place in others]))
         order += others
     found = pa.concat_tables(parts)

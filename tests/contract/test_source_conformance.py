@@ -13,16 +13,20 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, Topi
 from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined] # it is public
 
 from saf.database.bounds import Bounds
-from saf.sources import BEGINNING
+from saf.errors import RetentionPassed
+from saf.sources import BEGINNING, Progress, Source
+from saf.sources.judging import judge
 from saf.sources.kafka import Kafka
 from saf.sources.kafka.topic import Topic
 from saf.sources.nats import Nats
+from saf.sources.rabbitmq_stream import RabbitmqStream
 from saf.sources.redis import Redis
 from saf.testing.source_conformance import SourceConformance, Written
 from tests.kafka_server import KafkaServer
 from tests.nats_server import NatsServer, nats_server
+from tests.rabbitmq_server import RabbitmqServer
 from tests.redis_server import RedisServer, redis_server
-from tests.topics import add_to_nats, nats_source
+from tests.topics import TOPIC, add_to_nats, amqp_of, nats_source, stream_source
 from tests.waits import until
 
 
@@ -92,6 +96,66 @@ class TestNats(SourceConformance):
     @pytest.fixture
     def unavailable(self, server: NatsServer) -> object:
         return server.down
+
+
+@pytest.mark.slow
+class TestRabbitmqStream(SourceConformance):
+    """Streams of a RabbitMQ server."""
+
+    @pytest.fixture
+    def settings(self, rabbitmq: RabbitmqServer) -> RabbitmqStream:
+        return stream_source(rabbitmq)
+
+    @pytest.fixture
+    def limits(self) -> dict[str, str]:
+        """A stream that keeps about 20 messages of 1,000 bytes."""
+        return {"max_length_bytes": "20000", "stream_max_segment_size_bytes": "5000"}
+
+    @pytest.fixture
+    def add(
+        self, rabbitmq: RabbitmqServer, limits: dict[str, str]
+    ) -> Callable[[Sequence[Written]], None]:
+        def added(records: Sequence[Written]) -> None:
+            for one in records:
+                rabbitmq.publish(TOPIC, [amqp_of(one)], **limits)
+
+        return added
+
+    @pytest.fixture
+    def delete(self, rabbitmq: RabbitmqServer) -> Callable[[], None]:
+        return lambda: rabbitmq.delete(TOPIC)
+
+    @pytest.fixture
+    def unavailable(self, rabbitmq: RabbitmqServer) -> object:
+        return rabbitmq.down
+
+    # Only the server removes messages, and whole segments of them
+
+    def test_messages_that_were_read_may_be_removed(  # type: ignore[override]
+        self, source: Source, add: Callable[[Sequence[Written]], None]
+    ) -> None:
+        add([Written(body=b"x" * 1000)] * 5)
+        after = BEGINNING
+        for _ in range(50):
+            read = source.read(0, after, 10)
+            progress = Progress(shard=0, position=after, added=after[1])
+            assert judge("s", "t", progress, read.extent) is None
+            after = read.end or after
+            add([Written(body=b"x" * 1000)])
+        assert after == (0, 54)
+        until(lambda: source.extent(0).removed > 10)
+
+    def test_messages_that_are_removed_before_they_are_read_are_counted(  # type: ignore[override]
+        self, source: Source, add: Callable[[Sequence[Written]], None]
+    ) -> None:
+        add([Written(body=b"x" * 1000)] * 5)
+        assert len(source.read(0, BEGINNING, 10).records) == 5
+        add([Written(body=b"x" * 1000)] * 60)
+        until(lambda: source.extent(0).removed > 5)
+        extent = source.extent(0)
+        error = judge("s", "t", Progress(shard=0, position=(0, 5), added=5), extent)
+        assert isinstance(error, RetentionPassed)
+        assert error.messages == extent.removed - 5
 
 
 @pytest.mark.slow

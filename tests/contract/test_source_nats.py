@@ -20,7 +20,7 @@ from saf.operating.sources import examine
 from saf.sources.nats import Nats
 from saf.testing.source_conformance import Written
 from tests.nats_server import NatsServer, nats_server
-from tests.pipeline import bodies, forward
+from tests.pipeline import bodies, connect, forward
 from tests.queue_suite import send_numbers
 from tests.source_suite import Add, SourceSuite, numbers
 from tests.topics import (
@@ -192,6 +192,17 @@ class TestNats(SourceSuite):
         }  # fmt: skip
         assert first["key"] == "100%41"
         assert "Nats-Subject" not in second["headers"]
+
+    def test_a_value_that_is_encoded_comes_back(
+        self, app: Dsn, server: NatsServer, billing: Dsn
+    ) -> None:
+        with connect(app) as connection:
+            connection.execute(
+                "INSERT INTO saf.outbox (to_service, key, body) VALUES ('billing', 'ü %41', '7')"
+            )
+        forward(app, there=self.destination(server, "saf"))
+        read(self.source(server, "saf.billing"), billing)
+        assert [one["key"] for one in arrived(billing)] == ["ü %41"]
 
     def test_headers_that_look_like_the_servers_are_not_taken_for_them(
         self, server: NatsServer, billing: Dsn, add: Add

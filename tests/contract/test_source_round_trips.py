@@ -13,6 +13,7 @@ from saf.database import Dsn
 from tests.kafka_server import KafkaServer
 from tests.nats_server import nats_server
 from tests.programs import received, saf, send
+from tests.rabbitmq_server import RabbitmqServer
 from tests.receivers import prepare
 from tests.redis_server import RedisServer
 from tests.tiers import sized
@@ -62,6 +63,14 @@ def test_a_round_trip_through_nats(app: Dsn, mom: Dsn, tmp_path: Path) -> None:
         server = f'kind = "nats"\nserver = "{queue.address}"'
         source = f'{server}\nstream = "SAF"\ntopic = "saf.billing"'
         round_trip(app, mom, tmp_path / "saf.toml", server, source)
+
+
+@pytest.mark.slow
+def test_a_round_trip_through_a_stream_of_rabbitmq(
+    app: Dsn, mom: Dsn, rabbitmq: RabbitmqServer, tmp_path: Path
+) -> None:
+    server = f'kind = "rabbitmq_stream"\nserver = "{rabbitmq.address}"'
+    round_trip(app, mom, tmp_path / "saf.toml", server, f'{server}\ntopic = "billing"')
 
 
 @pytest.mark.slow

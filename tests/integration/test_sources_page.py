@@ -14,8 +14,9 @@ from tests.nats_server import nats_server
 from tests.pages import page
 from tests.pipeline import bodies
 from tests.programs import activated, run
+from tests.rabbitmq_server import RabbitmqServer
 from tests.redis_server import RedisServer
-from tests.topics import add, add_to_nats, texts
+from tests.topics import TOPIC, add, add_to_nats, amqp_of, texts
 
 PAGE = page("sources.md")
 
@@ -51,6 +52,14 @@ def test_its_settings_of_nats_read_a_stream(mom: Dsn, tmp_path: Path) -> None:
     with nats_server(tmp_path / "nats") as server:
         add_to_nats(server, texts(["1", "2"]))
         reads(tmp_path, mom, "nats.toml", NATS=server.address)
+
+
+@pytest.mark.slow
+def test_its_settings_of_rabbitmq_read_a_stream(
+    mom: Dsn, rabbitmq: RabbitmqServer, tmp_path: Path
+) -> None:
+    rabbitmq.publish(TOPIC, [*map(amqp_of, texts(["1", "2"]))])
+    reads(tmp_path, mom, "rabbitmq_stream.toml", RABBITMQ=rabbitmq.address)
 
 
 def reads(folder: Path, mom: Dsn, settings: str, **env: str) -> None:

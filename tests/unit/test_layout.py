@@ -142,7 +142,7 @@ def test_nobody_outside_of_its_folder_knows_a_kind_of_destination() -> None:
             for name, tree in modules().items()
             if not name.startswith(folder)
             for one in imports(tree, for_types=True)
-            if one.startswith(folder)
+            if f"{one}.".startswith(f"{folder}.")
         }
         assert knows <= {"cli", "sources", "spark", "testing", "webhooks"}, kind
         assert "sources" not in knows or kind == "postgresql" or kind in SOURCES

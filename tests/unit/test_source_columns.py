@@ -170,3 +170,29 @@ def test_any_mixture_is_read_as_it_is_alone() -> None:
             names = [*found[place].headers] or ["x"]
             found[place] = changed(found[place], **{chance.choice(names): chance.choice(ODD)})
         equal(found, replace(DECODER, named_services=chance.random() < 0.5))
+
+
+def test_a_few_records_of_each_of_two_writers_keep_their_order() -> None:
+    names = ("order", "note")
+    records = [
+        Record(position=(0, number), headers={names[number % 2]: b"1"}, body=b"%d" % number)
+        for number in range(2 * (columns.FEW - 2))
+    ]
+    found = columns.table(DECODER, 0, records)
+    assert found["id"].to_pylist() == [record.position[1] for record in records]
+
+
+def test_records_that_cannot_be_read_are_dead_letters_among_many() -> None:
+    records = [
+        Record(
+            position=(0, number),
+            headers={},
+            body=b"%d" % number,
+            created_at=NOON,
+            problem="it is damaged" if number % 2 else None,
+        )
+        for number in range(COUNT)
+    ]
+    found = columns.table(DECODER, 0, records)
+    assert found["id"].to_pylist() == [*range(COUNT)]
+    assert found[REASON].to_pylist() == [None, "undecodable"] * (COUNT // 2)

@@ -38,7 +38,12 @@ LONGEST = 200
 """Longest prefix of marks' streams, in bytes; a source's id follows it."""
 
 
-def _address(text: str) -> str:
+def valid_address(text: str) -> str:
+    """Return an address.
+
+    Raises:
+        ValueError: the address is invalid.
+    """
     parse(text, PORTS, SECURE, NAMED)
     return text
 
@@ -60,7 +65,7 @@ class RabbitmqStream(QueueSettings):
     stores: ClassVar[tuple[str, str]] = ("streams", "Streams")
 
     kind: Literal["rabbitmq_stream"] = "rabbitmq_stream"
-    server: Annotated[str, AfterValidator(_address)]
+    server: Annotated[str, AfterValidator(valid_address)]
     """`rabbitmq-stream://host:5552/vhost`, or several hosts of a cluster:
     `rabbitmq-stream://host,host`; with TLS, `rabbitmq-stream+tls://…`."""
     username: str = "guest"

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from saf.destinations.addresses import connect, context_of, first_of
@@ -46,13 +47,19 @@ CODES = {
 }
 """Meaning of the codes of answers."""
 
-FIRST = struct.pack(">H", 1)
-"""Position to read from: the beginning of a stream."""
+FIRST, LAST = struct.pack(">H", 1), struct.pack(">H", 2)
+"""Positions to read from: the beginning of a stream, and its last chunk."""
 
 LARGEST = 256 << 20
 """Largest frame that this side accepts, in bytes; the server's limit is lower."""
 DATA = b"\0\x53\x75\xb0"
 """Start of a body in AMQP 1.0; its size follows."""
+BATCH = ">BHII"
+"""Head of a batch of messages: kind, messages, size without compression, size."""
+COMPRESSIONS = {1: "gzip", 3: "lz4", 4: "zstd"}
+"""Compressions of batches that can be read, by number."""
+CODECS = {2: "snappy"}
+"""Other compressions, by number."""
 CREDIT = 20
 """Chunks of a stream that the server may send ahead of reading."""
 
@@ -100,6 +107,10 @@ class Chunk:
     first: int
     """Number of the first entry."""
     entries: Sequence[bytes]
+    milliseconds: int = 0
+    """Time at which the server wrote it, in milliseconds since 1970."""
+    problems: Mapping[int, str] = field(default_factory=dict)
+    """Why some entries cannot be read, by their places in ``entries``; they are empty there."""
 
 
 class Answer:
@@ -137,8 +148,10 @@ class Following(Protocol):
 class Connection:
     """One connection; not thread-safe."""
 
-    def __init__(self, settings: RabbitmqStream) -> None:
+    def __init__(self, settings: RabbitmqStream, leads: str | None = None) -> None:
+        """Connect to the first host that answers, and is the leader of the stream ``leads``."""
         self._settings = settings
+        self._leads = leads
         first_of(settings.address.hosts, self._open)
 
     def _open(self, host: str, port: int) -> None:
@@ -146,7 +159,8 @@ class Connection:
         self._socket = connect(host, port, settings.bounds.network_seconds)
         self._numbers = itertools.count(1)
         self._read = bytearray()
-        self._chunks: deque[Chunk] = deque()
+        self._chunks: dict[int, deque[Chunk]] = defaultdict(deque)
+        """Delivered chunks by subscription."""
         self.confirmed = 0
         """Number of messages that the server has confirmed so far."""
         try:
@@ -154,6 +168,8 @@ class Connection:
                 context = context_of(settings)
                 self._socket = context.wrap_socket(self._socket, server_hostname=host)
             self._greet(settings)
+            if self._leads is not None:
+                self._check_leader(self._leads)
         except BaseException:
             self.close()
             raise
@@ -168,7 +184,8 @@ class Connection:
         while not self._tuned:
             self._receive()
         host = settings.address.virtual_host
-        self.ask(Command.OPEN, text(host), about=f"virtual host {host!r}")
+        self.is_at = self.ask(Command.OPEN, text(host), about=f"virtual host {host!r}").pairs()
+        """The server's own address, as ``advertised_host`` and ``advertised_port``."""
         self._socket.settimeout(settings.bounds.statement_seconds)
 
     def close(self) -> None:
@@ -216,23 +233,37 @@ class Connection:
 
     def replicas(self, streams: Sequence[str]) -> dict[str, int]:
         """Return the number of servers that keep each stream, for existing streams."""
+        return {name: count for name, (_, count) in self._kept(streams).items()}
+
+    def _kept(self, streams: Sequence[str]) -> dict[str, tuple[tuple[str, str] | None, int]]:
+        """Return the leader's address, and the number of servers, of each stream that exists."""
         body = struct.pack(">I", len(streams)) + b"".join(map(text, streams))
         answer = self.ask(Command.METADATA, body)
-        for _ in range(answer.number(">I")):  # servers, which do not matter here
-            answer.number(">H")
-            answer.text()
-            answer.number(">I")
-        counts = {}
+        servers = {
+            answer.number(">H"): (answer.text(), str(answer.number(">I")))
+            for _ in range(answer.number(">I"))
+        }
+        kept = {}
         for _ in range(answer.number(">I")):
-            name, code, _ = answer.text(), answer.number(">H"), answer.number(">H")
+            name, code, leader = answer.text(), answer.number(">H"), answer.number(">H")
             count = answer.number(">I")
             for _ in range(count):
                 answer.number(">H")
             if code == OK:
-                counts[name] = 1 + count
+                kept[name] = servers.get(leader), 1 + count
             elif code != NO_STREAM:
                 raise StreamError(code, f"stream {name!r}")
-        return counts
+        return kept
+
+    def _check_leader(self, stream: str) -> None:
+        """Raise if this server is not the leader of a stream, and so may lack messages of it."""
+        leader, _ = self._kept([stream]).get(stream, (None, 0))
+        here = self.is_at.get("advertised_host", ""), self.is_at.get("advertised_port", "")
+        if leader is not None and leader != here:
+            raise ConnectionRefusedError(
+                f"{self.host} is not the leader of stream {stream!r}, {leader[0]} is: name all "
+                "servers of the cluster in saf.toml"
+            )
 
     def declare(self, publishers: Mapping[int, tuple[str, str]]) -> dict[int, int]:
         """Declare publishers, a reference and a stream for each number.
@@ -302,26 +333,43 @@ class Connection:
     # Reading
 
     @contextmanager
-    def chunks(self, stream: str, where: bytes = FIRST) -> Iterator[Following]:
+    def chunks(
+        self, stream: str, where: bytes = FIRST, *, credit: int = CREDIT
+    ) -> Iterator[Following]:
         """Read a stream from a position; yield a function that returns the next chunk."""
-        subject = f"stream {stream!r}"
-        body = b"\1" + text(stream) + where + struct.pack(">H", CREDIT) + pairs({})
-        self._chunks.clear()
-        self.ask(Command.SUBSCRIBE, body, about=subject)
+        yield self.follow(1, stream, where, credit=credit)
+        self.leave(1)
 
-        def following(*, wait: bool = True) -> Chunk | None:
-            if not wait and not self._chunks:
-                self.replicas([])  # the server sends all chunks before it answers
-                if not self._chunks:
-                    return None
-            while not self._chunks:
-                self._receive()
-            self.send(frame(Command.MORE, b"\1" + struct.pack(">H", 1)))
-            return self._chunks.popleft()
+    def follow(self, number: int, stream: str, where: bytes, *, credit: int) -> Following:
+        """Begin to read a stream from a position; return a function that returns the next chunk.
 
-        yield following
-        self.ask(Command.UNSUBSCRIBE, b"\1", about=subject)
-        self._chunks.clear()
+        Args:
+            number: the number of the subscription, until `leave`.
+            stream: the stream.
+            where: the position.
+            credit: chunks that the server may send ahead of reading.
+        """
+        head = struct.pack(">B", number)
+        body = head + text(stream) + where + struct.pack(">H", credit) + pairs({})
+        self._chunks[number].clear()
+        self.ask(Command.SUBSCRIBE, body, about=f"stream {stream!r}")
+        return partial(self._next_chunk, number)
+
+    def leave(self, number: int) -> None:
+        """End a subscription."""
+        self.ask(Command.UNSUBSCRIBE, struct.pack(">B", number), about="a subscription")
+        self._chunks[number].clear()
+
+    def _next_chunk(self, number: int, *, wait: bool = True) -> Chunk | None:
+        chunks = self._chunks[number]
+        if not wait and not chunks:
+            self.replicas([])  # the server sends all chunks before it answers
+            if not chunks:
+                return None
+        while not chunks:
+            self._receive()
+        self.send(frame(Command.MORE, struct.pack(">BH", number, 1)))
+        return chunks.popleft()
 
     # Frames
 
@@ -334,7 +382,7 @@ class Connection:
         if command == Command.CONFIRM:
             self.confirmed += struct.unpack_from(">I", data, 5)[0]
         elif command == Command.DELIVER:
-            self._chunks.append(delivered(data))
+            self._chunks[data[4]].append(delivered(data))
         elif command == Command.HEARTBEAT:
             self.send(frame(Command.HEARTBEAT))
         elif command == Command.PUBLISH_ERROR:
@@ -400,17 +448,57 @@ def delivered(data: bytes) -> Chunk:
     """Parse a delivered chunk; it begins after 4 bytes of the frame and the subscription."""
     head = ">BBHIqQQIIII"
     values = struct.unpack_from(head, data, 5)
-    offset, entries = 5 + struct.calcsize(head), []
+    offset, entries = 5 + struct.calcsize(head), list[bytes]()
+    problems: dict[int, str] = {}
     for _ in range(values[2]):
         (size,) = struct.unpack_from(">I", data, offset)
         if size >> 31:  # a batch of messages, which saf never writes
-            (count, size) = struct.unpack_from(">xHxxxxI", data, offset)
-            offset += 11 + size
-            entries += [b""] * count
+            kind, count, plain, size = struct.unpack_from(BATCH, data, offset)
+            offset += struct.calcsize(BATCH)
+            try:
+                batch = batched(data[offset : offset + size], count, plain, kind >> 4 & 7)
+            except (ValueError, struct.error, OSError) as error:
+                problems |= dict.fromkeys(range(len(entries), len(entries) + count), str(error))
+                batch = [b""] * count
+            entries += batch
+            offset += size
             continue
         entries.append(data[offset + 4 : offset + 4 + size])
         offset += 4 + size
-    return Chunk(first=values[6], entries=entries)
+    return Chunk(first=values[6], entries=entries, milliseconds=values[4], problems=problems)
+
+
+def batched(data: bytes, count: int, plain: int, kind: int) -> list[bytes]:
+    r"""Return the messages of a batch.
+
+    >>> batched(b"\0\0\0\1a\0\0\0\0", 2, 9, 0)
+    [b'a', b'']
+
+    Args:
+        data: the batch.
+        count: the number of its messages.
+        plain: its size without compression, in bytes.
+        kind: the number of the compression.
+
+    Raises:
+        ValueError: the compression is not supported, or the batch is damaged.
+    """
+    if kind and kind not in COMPRESSIONS:
+        raise ValueError(f"it is in a batch with compression {CODECS.get(kind, kind)}")
+    if plain > LARGEST:
+        raise ValueError(f"it is in a batch of {plain:,} bytes, more than {LARGEST:,}")
+    if kind:
+        import pyarrow as pa  # only sources get here, and some drivers lack it
+
+        data = pa.decompress(data, plain, COMPRESSIONS[kind], asbytes=True)
+    messages, offset = [], 0
+    for _ in range(count):
+        (size,) = struct.unpack_from(">I", data, offset)
+        messages.append(data[offset + 4 : offset + 4 + size])
+        offset += 4 + size
+    if offset != len(data):
+        raise ValueError("it is in a damaged batch")
+    return messages
 
 
 def text_of(entry: bytes) -> str:

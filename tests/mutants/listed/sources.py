@@ -14,6 +14,8 @@ OWNERSHIP = "saf/sources/ownership.py"
 STORING = "saf/sources/storing.py"
 STREAM = "saf/sources/redis/stream.py"
 NATS = "contract/test_source_nats.py::TestNats::"
+RABBIT = "contract/test_source_rabbitmq_stream.py::TestRabbitmqStream::"
+RABBIT_STREAM = "saf/sources/rabbitmq_stream/stream.py"
 NATS_STREAM = "saf/sources/nats/stream.py"
 
 MUTANTS = (
@@ -193,7 +195,7 @@ MUTANTS = (
         NATS_STREAM,
         '"saf-source" in headers',
         '"saf-sources" in headers',
-        NATS + "test_a_message_of_saf_comes_back_as_it_was_sent",
+        NATS + "test_a_value_that_is_encoded_comes_back",
     ),
     mutant(
         "a_writer_can_forge_what_a_server_of_nats_adds",
@@ -208,6 +210,62 @@ MUTANTS = (
         '            "max_bytes": min(size, BYTES_AT_ONCE),\n',
         "",
         NATS + "test_bodies_bound_what_is_read_at_a_time",
+    ),
+    mutant(
+        "records_of_two_writers_are_stored_one_writer_after_the_other",
+        "saf/sources/columns.py",
+        "        others.sort()\n",
+        "",
+        "unit/test_source_columns.py::test_a_few_records_of_each_of_two_writers_keep_their_order",
+    ),
+    mutant(
+        "a_record_that_cannot_be_read_is_a_message_among_many",
+        "saf/sources/columns.py",
+        "if record.problem is None else UNREADABLE",
+        "if record.position else UNREADABLE",
+        "unit/test_source_columns.py::test_records_that_cannot_be_read_are_dead_letters_among_many",
+    ),
+    mutant(
+        "the_time_of_a_streams_first_chunk_is_ignored",
+        RABBIT_STREAM,
+        "            if not first.first\n",
+        "            if first.first\n",
+        RABBIT + "test_a_stream_made_again_with_more_messages_is_refused",
+    ),
+    mutant(
+        "a_chunk_of_rabbitmq_is_read_from_its_beginning_again",
+        RABBIT_STREAM,
+        "for one in _records(chunk) if one.position > after)",
+        "for one in _records(chunk))",
+        "contract/test_source_rabbitmq_stream.py::test_a_read_may_begin_within_a_chunk",
+    ),
+    mutant(
+        "what_is_no_message_of_amqp_ends_the_reading",
+        RABBIT_STREAM,
+        "            except ValueError as error:\n                problem = str(error)",
+        "            except ArithmeticError as error:\n                problem = str(error)",
+        RABBIT + "test_what_is_no_message_of_amqp_is_a_dead_letter_between_its_neighbours",
+    ),
+    mutant(
+        "a_batch_that_cannot_be_read_is_taken_for_empty_messages",
+        RABBIT_STREAM,
+        "problem = entry, chunk.problems.get(place)",
+        "problem = entry, None",
+        RABBIT + "test_a_batch_that_cannot_be_read_is_a_dead_letter_for_each_message",
+    ),
+    mutant(
+        "a_server_that_lacks_messages_of_a_stream_is_read",
+        "saf/destinations/rabbitmq_stream/connection.py",
+        "if leader is not None and leader != here:",
+        "if leader is None and leader != here:",
+        RABBIT + "test_only_the_leader_of_a_stream_is_read",
+    ),
+    mutant(
+        "a_server_may_send_many_chunks_ahead",
+        RABBIT_STREAM,
+        "CREDIT = 2\n",
+        "CREDIT = 2_000\n",
+        RABBIT + "test_large_chunks_wait_at_the_server",
     ),
     mutant(
         "a_source_that_is_down_ends_the_run",
