@@ -74,10 +74,10 @@ bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; some of them: mak
 bench-peers: $(VENV)/.installed ## the same work by other systems; needs the network once
 	$(PY) -m benchmarks.peers
 
-crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, kafka, rabbitmq, rabbitmq_stream, delta, iceberg, http, transforms or stream; SEED=7 SHRINK=12 reduces a finding
+crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, kafka, rabbitmq, rabbitmq_stream, delta, iceberg, http, transforms or stream, FROM=redis or kafka; SEED=7 SHRINK=12 reduces a finding
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(SECONDS),--seconds $(SECONDS)) $(if $(TO),--to $(TO)) \
-	$(if $(SHRINK),--shrink --round $(SHRINK))
+	$(if $(FROM),--from $(FROM)) $(if $(SHRINK),--shrink --round $(SHRINK))
 
 stateful: $(VENV)/.installed ## search for steps that lose a message: make stateful SECONDS=600 SEED=7
 	@$(PY) -m tests.stateful $(if $(SECONDS),--seconds $(SECONDS)) $(if $(SEED),--seed $(SEED)) \

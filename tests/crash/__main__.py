@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from tests.crash import bugs, evidence, lake, queues, shrink, spark_sites, webhooks
+from tests.crash import bugs, evidence, lake, queues, shrink, sources, spark_sites, webhooks
 from tests.crash.outcome import Outcome
 from tests.crash.plan import (
     CLOCKS,
@@ -38,6 +38,7 @@ SITES: Mapping[str, type[Site]] = {
     "http": webhooks.WebhookSite,
     "transforms": spark_sites.TransformSite,
     "stream": spark_sites.StreamSite,
+    **{f"from {kind}": site for kind, site in sources.SOURCES.items()},
 }
 
 
@@ -48,12 +49,13 @@ def main() -> int:
     parser.add_argument("--first", "--round", type=int, default=0, help="the first one's number")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--seconds", type=float, help="start no round after so long")
-    parser.add_argument("--to", choices=SITES, default="mom")
+    parser.add_argument("--to", choices=[to for to in SITES if " " not in to], default="mom")
+    parser.add_argument("--from", dest="origin", choices=sources.SOURCES, help="from its topics")
     kinds = sorted(
         {*FAULTS, *SPARK_FAULTS, *MORE, *OF_MORE, *SET_BACKS, *SET_BACKS.values()}
         | {*queues.FAULTS, *queues.SET_BACKS, *queues.SET_BACKS.values(), *lake.FAULTS}
         | {*lake.SET_BACKS, *lake.SET_BACKS.values()}
-        | {*webhooks.FAULTS, VISITED, *CLOCKS, *MOVES}
+        | {*sources.FAULTS, *webhooks.FAULTS, VISITED, *CLOCKS, *MOVES}
         | {*spark_sites.FAULTS_OF_TRANSFORMS, *spark_sites.FAULTS_OF_STREAMS}
     )
     parser.add_argument("--only", nargs="*", choices=kinds, help="these faults")
@@ -62,15 +64,16 @@ def main() -> int:
     given = parser.parse_args()
     if given.bug and not hasattr(bugs, given.bug):
         parser.error(f"no bug {given.bug!r} in tests/crash/bugs.py")
+    to = f"from {given.origin}" if given.origin else given.to
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # its servers do not stay behind
     print(f"seed {given.seed}", flush=True)
     began = time.monotonic()
     outcomes: list[Outcome] = []
-    with contextlib.suppress(KeyboardInterrupt), SITES[given.to]() as site:
+    with contextlib.suppress(KeyboardInterrupt), SITES[to]() as site:
         number = given.first
         if given.shrink:
             plan = site.plan(given.seed, number, tuple(given.only or ()))
-            return reduce(site, plan, given.to, given.bug)
+            return reduce(site, plan, to, given.bug)
         while number < given.first + given.rounds or given.seconds:
             if given.seconds and time.monotonic() - began > given.seconds:
                 break
@@ -80,7 +83,7 @@ def main() -> int:
             outcomes.append(outcome)
             show(outcome)
             if not outcome.good:
-                kept = evidence.FOLDER / f"{given.to}-{given.seed}-{number}"
+                kept = evidence.FOLDER / f"{to}-{given.seed}-{number}".replace(" ", "-")
                 evidence.keep(round_.brokers, round_.told(), kept)
                 print(f"  what is there: {kept}", flush=True)
             number += 1

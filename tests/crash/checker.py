@@ -58,6 +58,8 @@ class Verdict:
     """Counts of what receivers have dropped that nothing in the round explains."""
     answered_wrongly: list[str] = field(default_factory=list)
     """What the dashboard said to a visitor, where a page or an honest word was due."""
+    refused_wrongly: list[str] = field(default_factory=list)
+    """What readers of a queue have refused to read, which had lost nothing."""
     not_refused: list[str] = field(default_factory=list)
     """Set-backs after which forwarders went on as if nothing were."""
     not_repaired: list[str] = field(default_factory=list)

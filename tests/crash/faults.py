@@ -85,12 +85,12 @@ def stop_forwarder(round_: Round, fault: Fault) -> None:
 
 def stop_consumer(round_: Round, fault: Fault) -> None:
     """Past its lease, if it has one; the others take over what they may."""
-    _stop_one(round_.consumers, fault)
+    stop_one(round_.consumers, fault)
 
 
 def stop_router(round_: Round, fault: Fault) -> None:
     """Past its lease."""
-    _stop_one(round_.routers, fault)
+    stop_one(round_.routers, fault)
 
 
 def lose_answer(round_: Round, fault: Fault) -> None:
@@ -177,7 +177,8 @@ def all_stopped(group: list[Started]) -> Iterator[None]:
         yield
 
 
-def _stop_one(group: list[Started], fault: Fault) -> None:
+def stop_one(group: list[Started], fault: Fault) -> None:
+    """One of a group, past its lease."""
     process = group[fault.target % len(group)][0]
     if not _is_young(process):
         with _stopped(process):

@@ -57,6 +57,7 @@ def judge(round_: Round) -> Verdict:
     verdict.not_repaired += round_.not_repaired
     verdict.allowed += round_.allowed.read_text().splitlines()
     verdict.answered_wrongly += round_.answers.read_text().splitlines()
+    round_.site.look(verdict)
     if plan.streams:
         streams.check(round_.stream_places, verdict)
     if plan.consumers:

@@ -34,6 +34,7 @@ from tests.crash import (
     streams,
     transforms,
 )
+from tests.crash.checker import Verdict
 from tests.crash.copies import Copies
 from tests.crash.network import elsewhere
 from tests.crash.plan import FAULTS, QUALITIES, Fault, Plan, plan
@@ -161,6 +162,9 @@ class Site:
     def left(self) -> int:
         """How many messages of the MOM stores are not where they are to arrive."""
         return 0
+
+    def look(self, verdict: Verdict) -> None:
+        """Add what only this site's checker finds."""
 
     qualities: ClassVar[Mapping[str, str]] = QUALITIES
     """What each service is promised here."""
