@@ -11,7 +11,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	2>/dev/null && echo "$$python" && break; done)
 
 # the developers' environment, if it exists, or if the demo is told to use a further package
-DEMO_NEEDS := $(if $(filter --to% --lake --http --ui,$(DEMO))$(wildcard $(VENV)/.installed),\
+DEMO_NEEDS := $(if $(filter --to% --through% --lake --http --ui,$(DEMO))$(wildcard $(VENV)/.installed),\
 	$(VENV)/.installed,$(VENV)/.demo)
 
 .DEFAULT_GOAL := help

@@ -59,7 +59,7 @@ def plan_to(
     """The plan of a round to a queue; with ``kinds``, of these faults and no other."""
     made = plan(seed, number, kinds or faults)
     made = replace(made, destinations=1, poison=0.0, spark=False, dialogs=False)
-    return made if kinds else visited(perhaps_set_back(made, set_backs))
+    return made if kinds else visited(perhaps_set_back(made, set_backs) if set_backs else made)
 
 
 class LosesAnswers:

@@ -213,10 +213,12 @@ def configure(round_: Round, file_name: str) -> Path:
     lines = []
     for name, dsn in round_.brokers.items():
         lines += [f"[brokers.{name}]", f"dsn = {json.dumps(dsn.conninfo)}"]
+    places = round_.site.by_proxy(round_.plan)
     for name, dsn in round_.brokers.items():
-        if name != "app" or round_.plan.dialogs:
+        is_queue = not isinstance(places.get(name, dsn), Dsn)
+        if (name != "app" or round_.plan.dialogs) and not is_queue:
             lines += [f"[destinations.{name}]", f"dsn = {json.dumps(dsn.conninfo)}"]
-    for name, there in round_.site.by_proxy(round_.plan).items():
+    for name, there in places.items():
         if not isinstance(there, Dsn):
             given = {"kind": there.kind, **there.model_dump(mode="json", exclude_unset=True)}
             lines += [f"[destinations.{name}]"]

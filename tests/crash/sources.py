@@ -20,6 +20,7 @@ from typing import Any
 
 import psycopg
 
+from saf.broker.services import create_subscription
 from saf.config import Settings
 from saf.database import Dsn
 from saf.errors import SafError
@@ -30,6 +31,7 @@ from saf.sources.kafka import Kafka
 from saf.sources.redis import Redis
 from saf.sources.settings import SourceSettings
 from tests.crash.checker import Verdict
+from tests.crash.consumers import CONSUMED
 from tests.crash.faults import stop_one
 from tests.crash.forwarders import LEASE_SECONDS
 from tests.crash.plan import OF_SOURCE, QUALITIES, Fault, Plan
@@ -94,7 +96,11 @@ class SourceSite(QueueSite):
     def prepare(self, plan: Plan) -> Dsn:
         """Fresh databases, and topics without anything."""
         self.refused.write_text("")
-        return super().prepare(plan)
+        app = super().prepare(plan)
+        with self.mom.dsn("mom").connect(role="crash", autocommit=True) as connection:
+            for service in {*QUALITIES} - (CONSUMED if plan.consumers else set()):
+                create_subscription(connection, service, service=service)
+        return app
 
     def others(self) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
         """Readers."""
@@ -194,7 +200,7 @@ def stop_reader(round_: Any, fault: Fault) -> None:
     stop_one(round_.others, fault)
 
 
-OF_READERS: Mapping[str, Callable[[Any, Fault], None]] = {
+OF_READERS: dict[str, Callable[[Any, Fault], None]] = {
     "kill_reader": kill_reader,
     "stop_reader": stop_reader,
 }

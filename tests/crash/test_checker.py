@@ -5,6 +5,7 @@ Each scenario is run as it is, and must come out clean, and then with its bug.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,8 @@ from saf.engine.storing import Storing
 from saf.errors import Fenced
 from saf.operating.maintenance import purge_broker
 from tests.crash import bugs
+from tests.crash.checker import Verdict
+from tests.crash.sources import compare
 from tests.crash.world import World
 from tests.crash.writers import count_up
 from tests.destinations import NOWHERE
@@ -215,3 +218,9 @@ def test_a_planted_bug_is_found(
     bug(monkeypatch)
     scenario(made)
     assert finding in made.findings()
+
+
+def test_what_a_topic_has_once_and_an_inbox_twice_or_not_is_found() -> None:
+    verdict = Verdict()
+    compare(Counter(["a", "b", "b", "c"]), Counter(["a", "a", "b", "c"]), verdict)
+    assert (verdict.lost, verdict.duplicated) == (["b"], ["a"])

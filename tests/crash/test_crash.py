@@ -15,8 +15,10 @@ from tests.crash.queues import QUEUES
 from tests.crash.rounds import Round
 from tests.crash.shrink import as_test, shows_again, shrink
 from tests.crash.site import Site
+from tests.crash.sources import OF_READERS, SOURCES
 from tests.crash.webhooks import WebhookSite
 from tests.tiers import sized
+from tests.waits import until
 
 SEED = 7
 
@@ -107,6 +109,35 @@ def test_a_finding_is_reduced_to_the_fewest_faults_people_and_messages(site: Sit
 def test_nor_is_it_with_a_queue_that_is_killed(queue_site: Site) -> None:
     outcome = Round(queue_site, queue_site.plan(SEED, number=0)).run()
     assert outcome.good, outcome
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", SOURCES)
+def test_nor_is_it_from_a_queue_into_an_inbox(kind: str) -> None:
+    with SOURCES[kind]() as site:
+        for number in range(sized(1, 3)):
+            outcome = Round(site, site.plan(SEED, number)).run()
+            assert outcome.good, outcome
+
+
+@pytest.mark.full
+def test_a_reader_that_reads_without_its_mark_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill = Fault(kind="forget_marks", after=1.0, lasts=0.0, target=0)
+    forget = "DELETE FROM saf.watermark; UPDATE saf.source_shard SET start_batch = 0, added = 0"
+
+    def forget_marks(round_: Round, _: Fault) -> None:
+        with round_.stores["mom"].connect(role="crash", autocommit=True) as connection:
+            until(lambda: bool(fetch(connection, "SELECT FROM saf.inbox LIMIT 1")))
+            connection.execute(forget)
+        for target in range(len(round_.others)):
+            round_.again(round_.others, target)
+
+    monkeypatch.setitem(OF_READERS, "forget_marks", forget_marks)
+    monkeypatch.setattr(rounds, "DRAIN_SECONDS", 10)
+    with SOURCES["redis"]() as site:
+        made = replace(site.plan(SEED, 1), faults=(kill,))
+        outcome = Round(site, made).run()
+        assert "duplicated" in outcome.findings, outcome
 
 
 @pytest.mark.full
