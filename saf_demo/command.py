@@ -41,6 +41,13 @@ class Kind(StrEnum):
     RABBITMQ_STREAM = "rabbitmq_stream"
 
 
+class Topics(StrEnum):
+    """The kind of topics that a demo sends through."""
+
+    REDIS = "redis"
+    KAFKA = "kafka"
+
+
 def command(
     *,
     data: Annotated[
@@ -72,6 +79,10 @@ def command(
         Kind,
         typer.Option(help="Kind of destination: a MOM store, a table, or the server of a queue."),
     ] = Kind.POSTGRESQL,
+    through: Annotated[
+        Topics | None,
+        typer.Option(help="Send through topics of this kind, which a source reads into a store."),
+    ] = None,
     http: Annotated[
         bool, typer.Option("--http", help="Send the messages on to a receiver, as signed webhooks.")
     ] = False,
@@ -98,6 +109,9 @@ def command(
     to topics of a Kafka broker; the server is started if it is installed. With --to delta or --to
     iceberg, they go to a table of a lakehouse, which needs no server.
 
+    With --through redis or --through kafka, the messages go to a topic, and a source reads it into
+    a MOM store: PostgreSQL, a queue, PostgreSQL. The reader is killed in the middle.
+
     With --http, the messages continue from the MOM store to a receiver on this machine, as signed
     webhooks; the receiver pauses in the middle. Without --limit, these are the first 20,000
     flights.
@@ -115,11 +129,15 @@ def command(
         raise UsageError("--dialog is a demo of its own: without --routing and --limit")
     if to is not Kind.POSTGRESQL and (routing or dialog):
         raise UsageError(f"--to {to} is a demo of its own: without --routing and --dialog")
-    if http and (routing or dialog or to is not Kind.POSTGRESQL):
-        raise UsageError("--http is a demo of its own: without --routing, --dialog and --to")
-    if lake and (routing or dialog or http or to is not Kind.POSTGRESQL):
+    if through and (routing or dialog or to is not Kind.POSTGRESQL):
+        raise UsageError("--through is a demo of its own: without --routing, --dialog and --to")
+    if http and (through or routing or dialog or to is not Kind.POSTGRESQL):
         raise UsageError(
-            "--lake is a demo of its own: without --routing, --dialog, --http and --to"
+            "--http is a demo of its own: without --routing, --dialog, --to and --through"
+        )
+    if lake and (through or routing or dialog or http or to is not Kind.POSTGRESQL):
+        raise UsageError(
+            "--lake is a demo of its own: without --routing, --dialog, --http, --to and --through"
         )
     if ui and (dialog or lake):
         option = "--dialog" if dialog else "--lake"
@@ -150,7 +168,7 @@ def command(
             outcome.show(as_json=as_json)
         else:
             with (
-                forwarding.place(stage, to, routed=routing, http=http) as place,
+                forwarding.place(stage, to, through=through, routed=routing, http=http) as place,
                 _shown(place.settings, stage.console, ui_port) if ui else nullcontext(),
             ):
                 outcome = forwarding.run(stage, place)

@@ -1,34 +1,32 @@
 """The scenario: flights are sent in their transactions, forwarded by Spark, received and proven.
 
 It is the same for each destination. A `Place` holds what differs: an inbox, an inbox for each
-airport, a kind of `saf_demo.kinds`, or an inbox from which webhooks continue to a receiver.
+airport, a kind of `saf_demo.kinds`, topics that a source reads into an inbox, or an inbox from
+which webhooks continue to a receiver.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from saf.cli.console import Listing
 from saf.cli.forward import ProgressBar
-from saf.config import Broker, Forwarder, Route, Router, Settings
+from saf.config import Settings
 from saf.destinations.postgresql import Postgresql
-from saf.destinations.settings import DestinationSettings
 from saf.operating.wording import counted
 from saf.spark import session
-from saf_demo import kinds, proof, webhooks
-from saf_demo.flights import SERVICE
+from saf_demo import kinds, proof, topics, webhooks
+from saf_demo.place import Place
 from saf_demo.stage import Outcome, Stage, counts, step
 
 if TYPE_CHECKING:
-    from saf.database import Dsn
     from saf.forwarding.summary import Progress, Summary
 
 AIRPORTS = ("EWR", "JFK", "LGA")
-CLASSIFIER = "saf_demo.flights:by_origin"
 TITLE = "every message exactly once"
 """What a run shows if its proof holds."""
 WORDS = {
@@ -44,43 +42,10 @@ WORDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The application's database, and the destinations of its messages."""
-
-    application: Dsn
-    destinations: Mapping[str, DestinationSettings]
-    received: Callable[[str], Iterable[proof.Received]]
-    """Returns all messages of a destination, those of each key in order."""
-    routed: bool = False
-    """Each flight goes to the destination that its airport names."""
-    send_on: Callable[[], str] | None = None
-    """Sends forwarded messages further on, and returns a sentence about that."""
-
-    @property
-    def settings(self) -> Settings:
-        """The forwarder's configuration, as a saf.toml would define it.
-
-        The environment is ignored, because it may name brokers unrelated to the demo.
-        """
-        brokers = {"flights": Broker(dsn=self.application)}
-        if not self.routed:
-            (default,) = self.destinations
-            return Settings.model_construct(
-                brokers=brokers,
-                destinations=self.destinations,
-                forwarder=Forwarder(default_destination=default),
-            )
-        return Settings.model_construct(
-            brokers=brokers,
-            destinations=self.destinations,
-            routes=tuple(Route(service=name, destination=name) for name in self.destinations),
-            routers={SERVICE: Router(kind="arrow", expression=CLASSIFIER)},
-        )
-
-
 @contextmanager
-def place(stage: Stage, kind: str, *, routed: bool, http: bool) -> Iterator[Place]:
+def place(
+    stage: Stage, kind: str, *, through: str | None, routed: bool, http: bool
+) -> Iterator[Place]:
     """Yield the place that the options of the command name.
 
     Raises:
@@ -89,6 +54,9 @@ def place(stage: Stage, kind: str, *, routed: bool, http: bool) -> Iterator[Plac
     """
     if http:
         yield _to_webhooks(stage)
+    elif through is not None:
+        with topics.place(stage, through) as found:
+            yield found
     elif kind not in kinds.KINDS:
         yield _to_stores(stage, routed=routed)
     else:

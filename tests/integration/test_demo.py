@@ -22,7 +22,7 @@ import pytest
 from saf.broker.embedded import EmbeddedServer
 from saf.database import Dsn
 from saf.errors import Unavailable
-from saf_demo.command import Kind
+from saf_demo.command import Kind, Topics
 from saf_demo.flights import read
 from saf_demo.kinds import KINDS
 from saf_demo.proof import Proof, prove, stored
@@ -89,6 +89,20 @@ def test_to_a_queue_it_is_proven_by_what_the_queue_holds(folder: Path, queue: st
     if queue != "redis" and TIER != FULL:
         return
     second = run(folder, "--to", queue)  # its server has kept its data
+    assert is_right(second), second
+    assert second["forwarded_now"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [*Topics])
+def test_through_a_topic_it_is_proven_by_what_the_store_holds(folder: Path, kind: Topics) -> None:
+    first = run(folder, "--through", kind)
+    assert is_right(first), first
+    assert first["stores"] == {f"{kind}_store": FLIGHTS}
+    assert set(first) == LINE
+    if TIER != FULL:
+        return
+    second = run(folder, "--through", kind)
     assert is_right(second), second
     assert second["forwarded_now"] == 0
 
