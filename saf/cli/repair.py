@@ -34,7 +34,7 @@ from saf.database import of_broker, unavailable_if_lost
 from saf.destinations.marks import Known
 from saf.dialogs.monologs import received_monologs
 from saf.dialogs.set_back import Target, received_dialogs
-from saf.errors import UsageError
+from saf.errors import UsageError, placed
 from saf.operating.places import chosen, everywhere
 from saf.operating.repair.moved import MovedBy
 from saf.operating.repair.rebase import Rebased, rebase
@@ -48,6 +48,10 @@ DIFFERENT = 1
 def reconcile_(
     *,
     round_: Brokers,
+    source: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Instead, compare this source's topic with the inbox."),
+    ] = None,
     since: Since = None,
     until: Until = None,
     limit: Annotated[
@@ -63,8 +67,14 @@ def reconcile_(
     Completed messages of a source should be in its destinations. Reads only. It is safe while
     everything runs. Exit code 0: both sides hold the same; 1: messages are lost, duplicated or
     unexpected, and named.
+
+    With --source, each message that was read from the topic of a [sources.NAME] should be in its
+    inbox. Messages that were not read yet are counted.
     """
     settings = round_.settings
+    if source is not None:
+        _reconcile_topic(settings, source, since, until, limit, as_json=as_json)
+        return
     known = round_.each(
         lambda name, source: reconcile(
             name,
@@ -82,6 +92,47 @@ def reconcile_(
     is_equal = all(outcome.same for outcome in known.values())
     found = 0 if is_equal else DIFFERENT
     round_.report({"brokers": brokers}, lambda: _show_outcomes(known), as_json=as_json, found=found)
+
+
+def _reconcile_topic(
+    settings: Settings,
+    name: str,
+    since: datetime | None,
+    until: datetime | None,
+    limit: int,
+    *,
+    as_json: bool,
+) -> None:
+    from saf.operating.repair.reconcile.topics import compare  # needs Arrow
+
+    found = compare(settings, name, since=since, until=until, limit=limit)
+    if as_json:
+        numbers = ("compared", "pending", "set_aside", "missing", "duplicate")
+        answer = {
+            "source": name,
+            "topic": found.topic,
+            "into": found.into,
+            "same": found.same,
+            "since": found.range.since and found.range.since.isoformat(),
+            "until": found.range.until and found.range.until.isoformat(),
+            "purged": list(found.range.purged),
+            **{number: getattr(found, number) for number in numbers},
+            "differences": [one.as_dict() for one in found.named],
+        }
+        echo(json.dumps(answer))
+    else:
+        paragraph(
+            f"source {name!r}: topic {found.topic!r}, {_range(found.range)}: "
+            f"{found.compared:,} compared, {found.pending:,} not read yet, "
+            f"{found.set_aside:,} set aside, {found.missing:,} missing in {found.into}, "
+            f"{found.duplicate:,} duplicate"
+        )
+        for one in found.named:
+            echo(f"  missing: {one.message_id}, shard {one.shard}, at {placed(one.position)}")
+        if found.missing:
+            paragraph("messages that an operator has skipped are missing, too: see --since")
+    if not found.same:
+        raise typer.Exit(DIFFERENT)
 
 
 def _as_dict(outcome: Outcome, *, whole: bool) -> dict[str, Any]:

@@ -108,12 +108,13 @@ def status(settings: Settings, name: str) -> SourceStatus:
     source = named(settings, name)
     into, dsn = settings.inbox_for(name)
     with _inbox(into, dsn, "status") as connection:
-        return _status(connection, name, source, into)
+        return status_at(connection, name, source, into)
 
 
-def _status(
+def status_at(
     connection: psycopg.Connection[Any], name: str, source: SourceSettings, into: str
 ) -> SourceStatus:
+    """Return how far a source was read, given a connection to the inbox."""
     found = fetch(connection, FIND, {"name": name})
     source_id = found[0][0] if found else None
     rows = fetch(connection, STATUS, {"source": source_id}) if found else []
@@ -151,7 +152,7 @@ def examine(settings: Settings, name: str) -> Iterator[tuple[str, str]]:
     source = named(settings, name)
     into, dsn = settings.inbox_for(name)
     with _inbox(into, dsn, "doctor") as connection:
-        known = _status(connection, name, source, into)
+        known = status_at(connection, name, source, into)
         if not fetch(connection, READER, {"service": source.service}):
             services = [service for (service,) in fetch(connection, "SELECT name FROM saf.service")]
             what = no_service(f"destination {into!r}", [source.service], known=services)
@@ -201,7 +202,7 @@ def resume(
                 connection.execute(BEGIN_SHARD, begin)
             action = f"continue source {name} from {start}"
             audit(connection, action, [old, new], why, person=person)
-        return _status(connection, name, source, into)
+        return status_at(connection, name, source, into)
 
 
 def forget(settings: Settings, name: str, broker: str | None, why: str) -> None:

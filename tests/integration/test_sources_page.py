@@ -45,6 +45,9 @@ def test_its_commands_read_a_topic(mom: Dsn, queue: RedisServer, tmp_path: Path)
     assert "received 2 messages (payments: 2)" in done.stdout
     assert "pending: 0" in done.stdout
     assert bodies(mom) == ["1", "2"]
+    done = run(["sh", "-ec", block("reconcile.sh")], env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 compared" in done.stdout
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from starlette.responses import Response
 
+from saf.config import Settings
 from saf.telemetry import metrics as m
 from saf.ui.beat import Beat
 from saf.ui.charts import CHARTS, chart, clock
@@ -67,8 +68,32 @@ class DestinationRow:
         return {"down": "bad", "waiting": "warn"}.get(self.state, "good")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SourceRow:
+    """A topic of another broker that is read into an inbox."""
+
+    name: str
+    kind: str
+    topic: str
+    into: str
+    pending: float | None
+    """Messages that the inbox does not have yet; None if the topic was not read yet."""
+
+    @property
+    def state(self) -> str:
+        """State of the source in a word or two."""
+        if self.pending is None:
+            return "not read yet"
+        return "behind" if self.pending else "up to date"
+
+    @property
+    def colour(self) -> str:
+        """CSS class of the state."""
+        return {"not read yet": "idle", "behind": "warn"}.get(self.state, "good")
+
+
 def overview(visit: Visit) -> Response:
-    """Show all brokers, destinations and endpoints at a glance."""
+    """Show all brokers, destinations, endpoints and sources at a glance."""
     beat = visit.beat
     brokers = rows(beat)
     targets = destinations(beat)
@@ -79,6 +104,7 @@ def overview(visit: Visit) -> Response:
         brokers=brokers,
         destinations=targets,
         endpoints=endpoints(beat),
+        sources=sources(beat, visit.site.settings),
         drawings=[one for one in (drawn(beat), drawn(beat, NARROW)) if one is not None],
         curves={name: [*values] for name, values in visit.site.pulse.curves.items()},
         totals={
@@ -216,6 +242,21 @@ def endpoints(beat: Beat) -> Mapping[tuple[str, str], str]:
         for (broker, name, state), flag in beat.of(m.ENDPOINTS)
         if flag
     }
+
+
+def sources(beat: Beat, settings: Settings) -> list[SourceRow]:
+    """Return the sources of saf.toml, as forwarders last saw them."""
+    pending = {name: value for (_, name), value in beat.of(m.SOURCE_PENDING)}
+    return [
+        SourceRow(
+            name=name,
+            kind=source.kind,
+            topic=source.topic,
+            into=settings.inbox_for(name)[0],
+            pending=pending.get(name),
+        )
+        for name, source in sorted(settings.sources.items())
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

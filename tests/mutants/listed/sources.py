@@ -13,6 +13,8 @@ READER = "saf/sources/reader.py"
 OWNERSHIP = "saf/sources/ownership.py"
 STORING = "saf/sources/storing.py"
 STREAM = "saf/sources/redis/stream.py"
+TOPICS = "saf/operating/repair/reconcile/topics.py"
+RECONCILED = "contract/test_source_reconciled.py::"
 NATS = "contract/test_source_nats.py::TestNats::"
 RABBIT = "contract/test_source_rabbitmq_stream.py::TestRabbitmqStream::"
 RABBIT_STREAM = "saf/sources/rabbitmq_stream/stream.py"
@@ -344,5 +346,62 @@ MUTANTS = (
         "self._leave(np.asarray(pc.greater(pc.binary_length(body), self.decoder.max_bytes)))",
         "self._leave(np.asarray(pc.greater(pc.binary_length(body), 1 << 40)))",
         ALIKE + "test_large_bodies_and_headers_are_dead_letters_between_their_neighbours",
+    ),
+    mutant(
+        "what_was_not_read_yet_counts_as_missing",
+        TOPICS,
+        "records = [one for one in read.records if one.position <= mark]",
+        "records = [*read.records]",
+        RECONCILED + "test_an_inbox_that_has_all_that_was_read_is_the_same",
+    ),
+    mutant(
+        "only_a_part_of_the_ids_is_compared",
+        TOPICS,
+        "for part in range(parts):",
+        "for part in range(min(parts, 2)):",
+        RECONCILED + "test_what_the_inbox_lacks_or_has_twice_is_counted_and_named",
+        RECONCILED + "test_an_inbox_that_has_all_that_was_read_is_the_same",
+    ),
+    mutant(
+        "a_record_that_no_inbox_takes_counts_as_missing",
+        TOPICS,
+        "pc.and_(pc.invert(is_dead), _in_range(rows, found))",
+        "_in_range(rows, found)",
+        RECONCILED + "test_an_inbox_that_has_all_that_was_read_is_the_same",
+    ),
+    mutant(
+        "what_an_inbox_has_twice_is_not_noticed",
+        TOPICS,
+        "has_all = not any(extent.removed for extent in extents)",
+        "has_all = False",
+        RECONCILED + "test_what_the_inbox_lacks_or_has_twice_is_counted_and_named",
+    ),
+    mutant(
+        "what_a_topic_has_removed_counts_as_there_twice",
+        TOPICS,
+        "has_all = not any(extent.removed for extent in extents)",
+        "has_all = True",
+        RECONCILED + "test_messages_that_the_topic_no_longer_has_are_not_expected",
+    ),
+    mutant(
+        "a_topic_that_was_set_back_is_compared",
+        TOPICS,
+        "if error := judge(name, source.topic, partition, extent):",
+        "if error := None:",
+        RECONCILED + "test_a_topic_that_was_set_back_is_refused_and_not_compared",
+    ),
+    mutant(
+        "what_was_purged_on_purpose_counts_as_missing",
+        TOPICS,
+        "if since is None and side.may_be_purged():",
+        "if since is None and not side.may_be_purged():",
+        RECONCILED + "test_a_purge_keeps_what_was_not_handled_and_reads_nothing_again",
+    ),
+    mutant(
+        "the_overview_says_up_to_date_of_a_source_that_is_behind",
+        "saf/ui/pages/overview.py",
+        'return "behind" if self.pending else "up to date"',
+        'return "up to date"',
+        "ui/test_ui_sources.py::test_a_source_is_shown_with_its_topic_and_what_was_not_read_yet",
     ),
 )
