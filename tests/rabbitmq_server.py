@@ -26,6 +26,7 @@ from saf.destinations.rabbitmq_stream.connection import (
     text,
 )
 from saf.destinations.rabbitmq_stream.streams import entries
+from saf.testing.source_conformance import Written
 from saf_demo import servers
 from saf_demo.servers import free_port
 from tests.killable import Restartable
@@ -214,6 +215,21 @@ class Queues:
             for topic in self.topics:
                 channel.queue_delete(topic)
                 channel.queue_declare(topic, durable=True)
+
+    def publish(self, queue: str, messages: Sequence[Written]) -> None:
+        """Add persistent messages, with the key as the id; the queue is created if it is gone."""
+        with self.channel() as channel:
+            channel.queue_declare(queue, durable=True)
+            channel.confirm_delivery()
+            for one in messages:
+                headers = dict(one.headers)
+                given = {"delivery_mode": 2, "headers": headers, "message_id": one.key or None}
+                channel.basic_publish("", queue, one.body, pika.BasicProperties(**given))
+
+    def delete(self, queue: str) -> None:
+        """Delete a queue."""
+        with self.channel() as channel:
+            channel.queue_delete(queue)
 
     def messages(self, queue: str) -> list[tuple[Any, bytes]]:
         """The properties and bodies of a queue's messages, which stay there."""

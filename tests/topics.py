@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from saf.database import Dsn, fetch
 from saf.destinations.rabbitmq_stream import amqp
 from saf.sources.nats import Nats
+from saf.sources.rabbitmq import Rabbitmq
 from saf.sources.rabbitmq_stream import RabbitmqStream
 from saf.sources.reader import Reader, Turn
 from saf.sources.redis import Redis
@@ -19,7 +21,7 @@ from saf.sources.settings import SourceSettings
 from saf.testing.source_conformance import Written
 from tests.nats_server import NatsServer
 from tests.pipeline import connect
-from tests.rabbitmq_server import RabbitmqServer
+from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.redis_server import RedisServer
 from tests.waits import until
 
@@ -65,6 +67,16 @@ def stream_source(server: RabbitmqServer, **more: Any) -> RabbitmqStream:
     return RabbitmqStream(
         **{"server": server.address, "topic": TOPIC, "service": "billing", **more}
     )
+
+
+def queue_source(server: Queues, **more: Any) -> Rabbitmq:
+    """A queue of a RabbitMQ server as a source."""
+    return Rabbitmq(**{"server": server.address, "topic": TOPIC, "service": "billing", **more})
+
+
+def with_ids(bodies: Sequence[str]) -> list[Written]:
+    """Messages with these bodies, each with an id of its own."""
+    return [Written(body=body.encode(), key=str(uuid4())) for body in bodies]
 
 
 def amqp_of(one: Written) -> bytes:

@@ -341,6 +341,11 @@ RIGHTS: Mapping[Kind, tuple[Rights, ...]] = {
                 "UPDATE": ("lease_until",),
                 "DELETE": WHOLE,
             },
+            "source_window": {
+                "SELECT": WHOLE,
+                "INSERT": ("source", "shard", "number", "ids"),
+                "DELETE": WHOLE,
+            },
             "source_shard": {
                 "SELECT": WHOLE,
                 "INSERT": ("source", "shard", "start_batch", "start_position", "added"),

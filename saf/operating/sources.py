@@ -184,6 +184,11 @@ def resume(
     with closing(source.open(name)) as opened:
         opened.connect()
         extents = [opened.extent(shard) for shard in range(opened.partitions())]
+    if start == "latest" and any(extent.waiting is not None for extent in extents):
+        raise UsageError(
+            f"source {name!r}: topic {source.topic!r} is a queue, which has no places to skip to: "
+            "purge it at its broker, and continue with `--from earliest`"
+        )
     topic_id = next((extent.topic_id for extent in extents), None)
     with _inbox(into, dsn, "source") as connection:
         with connection.transaction():

@@ -4,6 +4,9 @@ This is the mirror image of `saf.destinations`. The package contains the protoco
 share, and a folder for each kind. Code outside a kind's folder uses
 `saf.sources.settings.SourceSettings`, which `saf.sources.kinds` finds.
 
+A queue has no places: its messages are acknowledged after they are stored, and a window of ids
+recognises those that are delivered again (`saf.sources.window`).
+
 A partition of a topic is a shard of a source. Each message has a `Position` in its partition, two
 numbers that rise with each message: an offset, a sequence or the two parts of an entry's id. A
 source's mark is a row of saf.watermark at the inbox, with the position as its batch and position.
@@ -51,6 +54,19 @@ class Extent:
     """False if the topic does not exist."""
     topic_id: str | None = None
     """Id that the topic got when it was created; None if its broker gives none."""
+    waiting: int | None = None
+    """For a topic without places: the number of messages that wait in it. The numbers above mean
+    nothing then."""
+
+    def end(self, position: Position) -> Position:
+        """Return the present end of a partition that was read up to a position."""
+        return self.last if self.waiting is None else (position[0], position[1] + self.waiting)
+
+    def pending(self, progress: Progress) -> int:
+        """Return how many messages were not read yet."""
+        if self.waiting is not None:
+            return self.waiting
+        return max(self.added - (progress.added or 0), 0)
 
 
 GONE = Extent(last=BEGINNING, first=None, added=0, removed=0, exists=False)
@@ -82,6 +98,9 @@ class Record(NamedTuple):
     """Time at which the broker added it; None if unknown."""
     problem: str | None = None
     """Why the record cannot be read; None if it can."""
+    id: str | None = None
+    """For a topic without places: the id that the writer gave it, by which it is recognised when it
+    is delivered again, or a new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +113,8 @@ class Records:
     """Number of messages up to the last record, as `Extent.added` counts them; None: unknown."""
     end: Position | None = None
     """Position up to which nothing more can be read; None: that of the last record."""
+    receipt: object | None = None
+    """What `Source.acknowledge` needs once the records are stored; None: nothing to acknowledge."""
 
 
 class Source(Protocol):
@@ -122,6 +143,12 @@ class Source(Protocol):
 
         Return at most ``limit`` records, and no more once their bodies have ``size`` bytes, so that
         memory does not grow with large bodies.
+        """
+
+    def acknowledge(self, receipt: object) -> None:
+        """Acknowledge records that are stored now, by their receipt.
+
+        Only called for a topic without places, whose `Records` have receipts.
         """
 
     def close(self) -> None:

@@ -42,7 +42,6 @@ from saf.sources.decoding import (
     as_json,
     form_of,
     is_event,
-    uuid5,
 )
 
 FEW = 32
@@ -176,11 +175,7 @@ class _Alike:
     def _others(self) -> dict[str, Column | None]:
         """Return the columns of other writers' messages."""
         decoder = self.decoder
-        source = decoder.source.bytes
-        ids = [
-            uuid5(source, f"{self.shard}/{batch}-{number}")
-            for batch, number in (record.position for record in self.records)
-        ]
+        ids = [decoder.id_of(self.shard, record) for record in self.records]
         return {
             "message_id": pa.array(ids, pa.binary()),
             "to_service": decoder.service,

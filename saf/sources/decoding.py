@@ -148,7 +148,7 @@ class Decoder:
         if form is not None and source_of(texts, self.prefix) is not None:
             return self._own(form, record, texts, headers, body)
         return Row(
-            message_id=self._id(shard, record),
+            message_id=self.id_of(shard, record),
             to_service=self.service,
             key=self._key(record, texts),
             message_type=texts.get(f"{self.prefix}type"),
@@ -202,7 +202,10 @@ class Decoder:
         event = name.removeprefix(self.prefix)
         return event != name and (event in _EVENT_NAMES or event == "specversion")
 
-    def _id(self, shard: int, record: Record) -> bytes:
+    def id_of(self, shard: int, record: Record) -> bytes:
+        """Return the id of another writer's message."""
+        if record.id is not None:
+            return uuid5(self.source.bytes, f"{shard}/id/{record.id}")
         batch, number = record.position
         return uuid5(self.source.bytes, f"{shard}/{batch}-{number}")
 
@@ -221,7 +224,7 @@ class Decoder:
         headers = {_name(name): _value(value) for name, value in record.headers.items()}
         text = as_json(headers)
         return Row(
-            message_id=self._id(shard, record),
+            message_id=self.id_of(shard, record),
             to_service=self.service,
             headers=text if fits(text, MAX_HEADERS) else None,
             body=record.body if len(record.body) <= self.max_bytes else b"",

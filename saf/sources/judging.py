@@ -52,6 +52,8 @@ def judge(name: str, topic: str, progress: Progress, extent: Extent) -> SafError
     if None not in (progress.topic_id, extent.topic_id) and progress.topic_id != extent.topic_id:
         how = f"its id was {progress.topic_id}, and is {extent.topic_id}"
         return TopicMadeAgain(name, topic, how)
+    if extent.waiting is not None:
+        return None  # without places, nothing can be compared
     if extent.last < progress.position:
         return SourceSetBack(name, topic, progress.shard, progress.position, extent.last)
     return None if progress.added is None else _counted(name, topic, progress, extent)

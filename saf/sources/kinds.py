@@ -22,6 +22,7 @@ GROUP = "saf.sources"
 OURS = {
     "kafka": "saf.sources.kafka:Kafka",
     "nats": "saf.sources.nats:Nats",
+    "rabbitmq": "saf.sources.rabbitmq:Rabbitmq",
     "rabbitmq_stream": "saf.sources.rabbitmq_stream:RabbitmqStream",
     "redis": "saf.sources.redis:Redis",
 }

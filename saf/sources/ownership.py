@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import UUID, uuid4
@@ -109,6 +109,9 @@ LOOKED = """
 UPDATE saf.source_shard SET pending = %(pending)s, looked_at = now()
 WHERE source = %(source)s AND shard = %(shard)s AND owner = %(member_id)s AND epoch = %(epoch)s
   AND (pending IS DISTINCT FROM %(pending)s OR looked_at < now() - make_interval(secs => 10))
+"""
+WINDOW = """
+SELECT ids FROM saf.source_window WHERE source = %(source)s AND shard = %(shard)s ORDER BY number
 """
 LEAVE = "DELETE FROM saf.source_member WHERE member_id = %(member_id)s"
 
@@ -256,6 +259,11 @@ class Membership:
         if not found:
             raise self._fenced([share.shard])
         return replace(share, topic_id=found[0][0])
+
+    def ids(self, connection: psycopg.Connection[Any], shard: int) -> Iterator[bytes]:
+        """Yield the ids of a partition's window, oldest first."""
+        for (ids,) in fetch(connection, WINDOW, self._params | {"shard": shard}):
+            yield from (id_.bytes for id_ in ids)
 
     def looked(self, connection: psycopg.Connection[Any], share: Share, pending: int) -> None:
         """Store how many messages of a partition were not read yet."""

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -31,6 +32,7 @@ from saf.sources.judging import judge
 from saf.sources.ownership import Membership, Share
 from saf.sources.settings import SourceSettings
 from saf.sources.storing import SourceInbox, chunk_of
+from saf.sources.window import Window
 from saf.telemetry.logger import Log
 
 log = Log("saf.forward")
@@ -76,6 +78,11 @@ class Read:
             return self.records.added
         return (self.share.added or 0) + len(self.records.records)
 
+    @property
+    def repeated(self) -> int:
+        """Number of records that were stored before, as the window of ids shows."""
+        return len(self.records.records) - self.rows.num_rows if self.rows is not None else 0
+
 
 class Reader:
     """Reads a source into an inbox. Used by one thread at a time."""
@@ -105,6 +112,10 @@ class Reader:
         self._decoder: Decoder | None = None
         self._opened_at = datetime.now(UTC)
         self._shares: dict[int, Share] = {}
+        self._windows: dict[int, Window] = {}
+        """For a topic without places: the ids of each owned partition."""
+        self._acknowledged: Future[None] | None = None
+        """The last acknowledgement that was begun."""
         self._balanced_at = self._counted_at = float("-inf")
         self._ahead = Background(1, f"saf-{name}")
 
@@ -137,6 +148,9 @@ class Reader:
 
     def close(self) -> None:
         """Free the partitions and disconnect."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.close()  # first, so that what was not acknowledged waits for the next owner
         connection, self._connection = self._connection, None
         membership, self._membership = self._membership, None
         if connection is not None:
@@ -147,10 +161,7 @@ class Reader:
         inbox, self._inbox = self._inbox, None
         if inbox is not None:
             inbox.close()
-        source, self._source = self._source, None
-        if source is not None:
-            source.close()
-        self._shares = {}
+        self._shares, self._windows, self._acknowledged = {}, {}, None
         self._balanced_at = float("-inf")
 
     def _tend(self) -> None:
@@ -194,8 +205,9 @@ class Reader:
             key_header=self.settings.key_header,
         )
         self._inbox = SourceInbox(
-            self.into, self.dsn, owner=membership.member_id, subscription_id=subscription_id
-        )
+            self.into, self.dsn, owner=membership.member_id, subscription_id=subscription_id,
+            window=self.settings.window,
+        )  # fmt: skip
 
     def _balance(self, now: float) -> None:
         assert self._membership and self._connection  # noqa: S101, PT018 - set by _tend()
@@ -207,23 +219,20 @@ class Reader:
             shard: known[shard] if shard in known and known[shard].epoch == share.epoch else share
             for shard, share in found.items()
         }
+        if (bounds := self.settings.window) is not None:
+            self._windows = {
+                shard: self._windows[shard]
+                if share is known.get(shard)
+                else Window(bounds, self._membership.ids(self._connection, shard))
+                for shard, share in self._shares.items()
+            }
         self._balanced_at = now
 
     def _read_all(self, turn: Turn, stopped: Callable[[], bool]) -> None:
         """Read each owned partition up to its present end."""
-        assert self._source and self._membership and self._connection  # noqa: S101, PT018
-        ends: dict[int, Position] = {}
-        left: list[int] = []
-        for shard in [*self._shares]:
-            extent = self._source.extent(shard)
-            share = self._judged(self._shares[shard], extent)
-            ends[shard] = extent.last
-            pending = max(extent.added - (share.added or 0), 0)
-            if share.position < extent.last:
-                left.append(shard)
-            else:
-                pending = 0
-            self._membership.looked(self._connection, share, pending)
+        assert self._membership and self._connection  # noqa: S101, PT018 - set by _tend()
+        ends = self._ends()
+        left = [shard for shard, end in ends.items() if self._shares[shard].position < end]
         ahead: Future[Read] | None = None
         try:
             while left and not stopped():
@@ -238,15 +247,33 @@ class Reader:
                 if left:
                     ahead = self._start(self._after(read, left[0]))
                 self._store(turn, read, read.rows)
+                self._acknowledge(read)
                 if self._renewed() and not self._shares.keys() >= {*left}:
                     break  # some have another owner now
         finally:
             if ahead is not None:
                 with suppress(Exception):
                     ahead.result()  # the source is used by one thread at a time
+        if self._acknowledged is not None:
+            self._acknowledged.result()
+        if ahead is not None and self.settings.window is not None:
+            self.close()  # what was read ahead is not stored: it must be delivered again
+            return
         for share in self._shares.values() if turn.chunks else ():
             if share.position >= ends.get(share.shard, share.position):
                 self._membership.looked(self._connection, share, 0)
+
+    def _ends(self) -> dict[int, Position]:
+        """Return the present end of each owned partition, unless one must not be read on."""
+        assert self._source and self._membership and self._connection  # noqa: S101, PT018
+        ends = {}
+        for shard in [*self._shares]:
+            extent = self._source.extent(shard)
+            share = self._judged(self._shares[shard], extent)
+            ends[shard] = end = extent.end(share.position)
+            pending = extent.pending(share.progress) if share.position < end else 0
+            self._membership.looked(self._connection, share, pending)
+        return ends
 
     def _after(self, read: Read, shard: int) -> Share:
         """Return a share as it will be once ``read`` is stored."""
@@ -282,6 +309,11 @@ class Reader:
         if not records.records:
             return Read(share=share, records=records, rows=None)
         rows = columns.table(self._decoder, share.shard, records.records)
+        if (window := self._windows.get(share.shard)) is not None:
+            first, number = share.position
+            rows = window.fresh(rows, number)
+            end = number + rows.num_rows
+            records = replace(records, end=(first, end), added=end)
         return Read(share=share, records=records, rows=rows)
 
     def _pass(self, read: Read) -> None:
@@ -294,6 +326,9 @@ class Reader:
 
     def _store(self, turn: Turn, read: Read, rows: pa.Table) -> None:
         assert self._inbox and self._membership and self._membership.source  # noqa: S101, PT018
+        turn.dropped += read.repeated
+        if not rows.num_rows:
+            return
         share = self._shares[read.share.shard]
         known = {(MAIN, share.shard): share.mark} if share.mark.number > BEGINNING else {}
         chunk = chunk_of(
@@ -316,6 +351,16 @@ class Reader:
         turn.dead += self._inbox.dead
         turn.messages += stored.messages - self._inbox.dead
         turn.dropped += stored.dropped
+
+    def _acknowledge(self, read: Read) -> None:
+        """Begin to acknowledge records that are stored, in the thread that reads."""
+        if read.records.receipt is None:
+            return
+        assert self._source is not None  # noqa: S101 - set by _tend()
+        if self._acknowledged is not None:
+            self._acknowledged.result()
+        acknowledge = partial(self._source.acknowledge, read.records.receipt)
+        self._acknowledged = self._ahead.submit(acknowledge)
 
     def _renewed(self) -> bool:
         """Renew the lease, once a third of it is over; return whether it was."""

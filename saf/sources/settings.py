@@ -14,6 +14,7 @@ imported where they are used.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
@@ -33,6 +34,16 @@ def _name(text: str) -> str:
     if not text or not fits(text, MAX_NAME) or not text.isprintable():
         raise ValueError(f"a name has 1 to {MAX_NAME} bytes of printable characters")
     return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowBounds:
+    """Limits of a window of ids; see `saf.sources.window`."""
+
+    messages: int
+    """Messages whose ids are kept; 0: none."""
+    seconds: float
+    """Time to keep them."""
 
 
 class SourceSettings(BoundedSettings):
@@ -63,6 +74,11 @@ class SourceSettings(BoundedSettings):
     """Where to begin in a topic that was not read before."""
     chunk_rows: Annotated[int, within(1, 1_000_000)] = 10_000
     """Messages to read at a time, and to store in one transaction."""
+
+    @property
+    def window(self) -> WindowBounds | None:
+        """Bounds of the window of ids; None for a topic with places."""
+        return None
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

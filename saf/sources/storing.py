@@ -4,6 +4,7 @@ It is the transaction of a destination (`saf.destinations.postgresql.inbox`), wi
 record as its batch and id: lock the mark; refuse an older epoch; drop what is stored already; COPY
 the rest into the inbox; move the mark. In the same transaction, records that no inbox takes become
 dead letters, and the owner is checked once more: `saf source continue` may have removed the source.
+For a topic without places, the ids of the messages join a window (`saf.sources.window`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pyarrow.compute as pc
 from psycopg import sql
 
 from saf.columns import COLUMNS, MESSAGE
-from saf.database import bulk
+from saf.database import array, bulk
 from saf.destinations import Chunk
 from saf.destinations.marks import Mark, Place
 from saf.destinations.postgresql.inbox import PostgresInbox
@@ -27,6 +28,7 @@ from saf.log.cursor import Batch
 from saf.log.shards import shard_expression
 from saf.sources import BEGINNING, Position
 from saf.sources.decoding import ERROR, REASON
+from saf.sources.settings import WindowBounds
 
 # The row lock lasts until the commit, so that neither a new owner nor an operator comes in between
 OWNED = """
@@ -34,6 +36,16 @@ UPDATE saf.source_shard
 SET added = {added}, start_batch = {batch}, start_position = {position}
 WHERE source = {source}::uuid AND shard = {shard} AND owner = {owner}::uuid AND epoch = {epoch}
 RETURNING shard
+"""
+
+# One row of ids for each chunk; rows beyond the bounds go in the same statement
+REMEMBER = """
+WITH forgotten AS (
+    DELETE FROM saf.source_window
+    WHERE source = {source}::uuid AND shard = {shard}
+      AND (number <= {oldest} OR stored_at < now() - make_interval(secs => {seconds})))
+INSERT INTO saf.source_window (source, shard, number, ids)
+VALUES ({source}::uuid, {shard}, {number}, {ids}::uuid[])
 """
 
 _NAMES = ", ".join(COLUMNS)
@@ -51,8 +63,17 @@ FROM (VALUES {{rows}}) AS dead (reason, error, {_NAMES})
 class SourceInbox(PostgresInbox):
     """An inbox that stores a source's records."""
 
-    def __init__(self, *given: Any, owner: UUID, subscription_id: int, **options: Any) -> None:
+    def __init__(
+        self,
+        *given: Any,
+        owner: UUID,
+        subscription_id: int,
+        window: WindowBounds | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(*given, **options)
+        self.window = window
+        """Bounds of the window of ids, for a topic without places."""
         self.owner = owner
         self.subscription_id = subscription_id
         """The subscription that gets the dead letters."""
@@ -77,6 +98,8 @@ class SourceInbox(PostgresInbox):
         )
         if not cursor.ask(owned.as_string(None)):
             raise Fenced(f"destination {self.name!r}", [shard])
+        if self.window is not None and self.window.messages:
+            cursor.update(self._remembering(chunk.source, shard, rows, self.window))
         is_dead = rows[REASON].is_valid()
         self.dead = int(pc.sum(is_dead).as_py() or 0)
         self._of_rows = True
@@ -85,6 +108,19 @@ class SourceInbox(PostgresInbox):
             super()._insert(cursor, chunk, good)
         if self.dead:
             cursor.update(_burying(self.subscription_id, rows.filter(is_dead)))
+
+    def _remembering(self, source: UUID, shard: int, rows: pa.Table, window: WindowBounds) -> str:
+        """Return the statement that adds the ids of rows to the window."""
+        number = self.end[1]
+        statement = sql.SQL(REMEMBER).format(
+            source=sql.Literal(str(source)),
+            shard=sql.Literal(shard),
+            number=sql.Literal(number),
+            oldest=sql.Literal(number - window.messages),
+            seconds=sql.Literal(window.seconds),
+            ids=sql.Literal(array(id_.hex() for id_ in rows["message_id"].to_pylist())),
+        )
+        return statement.as_string(None)
 
 
 def chunk_of(

@@ -1,5 +1,7 @@
 """The tests that every kind of source must pass: subclass `SourceConformance` for yours.
 
+For a topic without places, whose messages are acknowledged, subclass `QueueConformance` instead.
+
     from saf.testing.source_conformance import SourceConformance, Written
 
     class TestPaper(SourceConformance):
@@ -20,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 
@@ -28,7 +31,7 @@ from saf.sources import BEGINNING, Position, Progress, Record, Source
 from saf.sources.judging import judge
 from saf.sources.settings import SourceSettings
 
-__all__ = ["SourceConformance", "Written"]
+__all__ = ["QueueConformance", "SourceConformance", "Written"]
 
 LIMIT = 7
 
@@ -46,8 +49,11 @@ Add = Callable[[Sequence[Written]], None]
 WhileUnavailable = Callable[[], AbstractContextManager[object]]
 
 
-class SourceConformance:
-    """The conformance suite of sources; a subclass runs it for one kind."""
+class TopicConformance:
+    """The part of the suite that is the same for all topics."""
+
+    properties: ClassVar[frozenset[str]] = frozenset()
+    """Headers that your kind makes of a record's properties."""
 
     # Fixtures to provide
 
@@ -61,11 +67,6 @@ class SourceConformance:
         """A function that adds records; it creates the topic. Records with one key share a
         partition."""
         raise NotImplementedError("give the fixture `add`")
-
-    @pytest.fixture
-    def remove(self) -> Callable[[int], None]:
-        """A function that removes the oldest messages of each partition: all but a number."""
-        raise NotImplementedError("give the fixture `remove`")
 
     @pytest.fixture
     def delete(self) -> Callable[[], None]:
@@ -100,16 +101,9 @@ class SourceConformance:
         assert [record.body for record in records] == [b"%d" % number for number in range(30)]
         positions = [record.position for record in records]
         assert positions == sorted({*positions})
-        extent = source.extent(shard)
-        assert extent.first is not None
-        assert extent.first <= positions[0]
-        assert positions[-1] <= extent.last
-
-    def test_reading_again_gives_the_same(self, source: Source, add: Add) -> None:
-        add([Written(body=b"%d" % number) for number in range(20)])
-        shard, records = _all(source)
-        again = source.read(shard, records[4].position, 6).records
-        assert [*again] == records[5:11]
+        if (first := source.extent(shard).first) is not None:
+            assert first <= positions[0]
+            assert positions[-1] <= source.extent(shard).last
 
     def test_what_follows_is_read_after_the_last_position(self, source: Source, add: Add) -> None:
         add([Written(body=b"1")])
@@ -131,7 +125,35 @@ class SourceConformance:
         headers = (("a", b"1"), ("grüezi", "☃".encode()), ("empty", b""), ("bytes", b"\xff\x00"))
         add([Written(body=body, headers=headers)])
         _, (record,) = _all(source)
-        assert (record.body, dict(record.headers)) == (body, dict(headers))
+        found = {n: value for n, value in record.headers.items() if n not in self.properties}
+        assert (record.body, found) == (body, dict(headers))
+
+    def test_a_broker_that_cannot_be_reached_is_unavailable_and_then_read(
+        self, settings: SourceSettings, add: Add, unavailable: WhileUnavailable
+    ) -> None:
+        add([Written(body=b"1")])
+        with closing(settings.open("conformance")) as source:
+            source.connect()
+            shard, _ = _all(source)
+            with unavailable(), pytest.raises(Unavailable):
+                source.extent(shard)
+            source.connect()
+            assert [one.body for one in _up_to_end(source, shard, BEGINNING)] == [b"1"]
+
+
+class SourceConformance(TopicConformance):
+    """The conformance suite of sources; a subclass runs it for one kind."""
+
+    @pytest.fixture
+    def remove(self) -> Callable[[int], None]:
+        """A function that removes the oldest messages of each partition: all but a number."""
+        raise NotImplementedError("give the fixture `remove`")
+
+    def test_reading_again_gives_the_same(self, source: Source, add: Add) -> None:
+        add([Written(body=b"%d" % number) for number in range(20)])
+        shard, records = _all(source)
+        again = source.read(shard, records[4].position, 6).records
+        assert [*again] == records[5:11]
 
     def test_a_topic_that_still_has_everything_may_be_read_on(
         self, source: Source, add: Add
@@ -178,17 +200,58 @@ class SourceConformance:
             source.connect()
             assert isinstance(judge("s", "t", progress, source.extent(shard)), SourceRefused)
 
-    def test_a_broker_that_cannot_be_reached_is_unavailable_and_then_read(
-        self, settings: SourceSettings, add: Add, unavailable: WhileUnavailable
+
+class QueueConformance(TopicConformance):
+    """The conformance suite of sources whose messages are acknowledged; `Written.key` is the id."""
+
+    def test_messages_without_an_acknowledgement_come_again_in_their_order(
+        self, settings: SourceSettings, add: Add
     ) -> None:
-        add([Written(body=b"1")])
+        add([Written(body=b"%d" % number, key=f"id-{number}") for number in range(20)])
+        for _ in range(2):
+            with closing(settings.open("conformance")) as source:
+                source.connect()
+                _, records = _all(source)
+            assert [record.body for record in records] == [b"%d" % number for number in range(20)]
+            assert [record.id for record in records] == [f"id-{number}" for number in range(20)]
+
+    def test_acknowledged_messages_do_not_come_again(
+        self, settings: SourceSettings, add: Add
+    ) -> None:
+        add([Written(body=b"%d" % number, key=f"id-{number}") for number in range(20)])
         with closing(settings.open("conformance")) as source:
             source.connect()
-            shard, _ = _all(source)
-            with unavailable(), pytest.raises(Unavailable):
-                source.extent(shard)
+            first = source.read(0, BEGINNING, LIMIT)
+            source.read(0, first.records[-1].position, LIMIT)
+            source.acknowledge(first.receipt)
+        with closing(settings.open("conformance")) as source:
             source.connect()
-            assert [one.body for one in _up_to_end(source, shard, BEGINNING)] == [b"1"]
+            _, records = _all(source)
+        assert [record.body for record in records] == [b"%d" % n for n in range(LIMIT, 20)]
+
+    def test_what_waits_is_counted(self, source: Source, add: Add) -> None:
+        add([Written(body=b"1")] * 10)
+        assert source.extent(0).waiting == 10
+        read = source.read(0, BEGINNING, LIMIT)
+        assert source.extent(0).waiting == 10 - LIMIT
+        source.acknowledge(read.receipt)
+        assert source.extent(0).waiting == 10 - LIMIT
+
+    def test_each_message_without_an_id_gets_another(self, source: Source, add: Add) -> None:
+        add([Written(body=b"1", key="")] * 5)
+        _, records = _all(source)
+        assert len({record.id for record in records}) == 5
+
+    def test_a_topic_that_was_deleted_is_refused(
+        self, source: Source, add: Add, delete: Callable[[], None]
+    ) -> None:
+        add([Written(body=b"1")])
+        shard, _ = _all(source)
+        progress = Progress(shard=shard, position=(0, 1), added=1)
+        assert judge("s", "t", progress, source.extent(shard)) is None
+        delete()
+        error = judge("s", "t", progress, source.extent(shard))
+        assert isinstance(error, TopicMadeAgain)
 
 
 def _all(source: Source) -> tuple[int, list[Record]]:

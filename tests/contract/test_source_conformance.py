@@ -19,14 +19,15 @@ from saf.sources.judging import judge
 from saf.sources.kafka import Kafka
 from saf.sources.kafka.topic import Topic
 from saf.sources.nats import Nats
+from saf.sources.rabbitmq import Rabbitmq
 from saf.sources.rabbitmq_stream import RabbitmqStream
 from saf.sources.redis import Redis
-from saf.testing.source_conformance import SourceConformance, Written
+from saf.testing.source_conformance import QueueConformance, SourceConformance, Written
 from tests.kafka_server import KafkaServer
 from tests.nats_server import NatsServer, nats_server
-from tests.rabbitmq_server import RabbitmqServer
+from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.redis_server import RedisServer, redis_server
-from tests.topics import TOPIC, add_to_nats, amqp_of, nats_source, stream_source
+from tests.topics import TOPIC, add_to_nats, amqp_of, nats_source, queue_source, stream_source
 from tests.waits import until
 
 
@@ -156,6 +157,30 @@ class TestRabbitmqStream(SourceConformance):
         error = judge("s", "t", Progress(shard=0, position=(0, 5), added=5), extent)
         assert isinstance(error, RetentionPassed)
         assert error.messages == extent.removed - 5
+
+
+@pytest.mark.slow
+class TestRabbitmq(QueueConformance):
+    """Queues of a RabbitMQ server."""
+
+    properties = frozenset({"message-id"})
+
+    @pytest.fixture
+    def settings(self, rabbitmq_queues: Queues) -> Rabbitmq:
+        rabbitmq_queues.delete(TOPIC)
+        return queue_source(rabbitmq_queues)
+
+    @pytest.fixture
+    def add(self, rabbitmq_queues: Queues) -> Callable[[Sequence[Written]], None]:
+        return lambda records: rabbitmq_queues.publish(TOPIC, records)
+
+    @pytest.fixture
+    def delete(self, rabbitmq_queues: Queues) -> Callable[[], None]:
+        return lambda: rabbitmq_queues.delete(TOPIC)
+
+    @pytest.fixture
+    def unavailable(self, rabbitmq_queues: Queues) -> object:
+        return rabbitmq_queues.down
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from saf.database import Dsn
 from tests.kafka_server import KafkaServer
 from tests.nats_server import nats_server
 from tests.programs import received, saf, send
-from tests.rabbitmq_server import RabbitmqServer
+from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.receivers import prepare
 from tests.redis_server import RedisServer
 from tests.tiers import sized
@@ -71,6 +71,16 @@ def test_a_round_trip_through_a_stream_of_rabbitmq(
 ) -> None:
     server = f'kind = "rabbitmq_stream"\nserver = "{rabbitmq.address}"'
     round_trip(app, mom, tmp_path / "saf.toml", server, f'{server}\ntopic = "billing"')
+
+
+@pytest.mark.slow
+def test_a_round_trip_through_a_queue_of_rabbitmq(
+    app: Dsn, mom: Dsn, rabbitmq_queues: Queues, tmp_path: Path
+) -> None:
+    """The destination sends some messages twice; the window drops the second ones."""
+    server = f'kind = "rabbitmq"\nserver = "{rabbitmq_queues.address}"'
+    destination = f'{server}\ntopic = "{{service}}"'
+    round_trip(app, mom, tmp_path / "saf.toml", destination, f'{server}\ntopic = "billing"')
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_each_statement_on_each_table_is_allowed_or_refused_as_listed(
             "JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 "
             "WHERE c.relnamespace = 'saf'::regnamespace AND c.relkind IN ('r', 'p') GROUP BY 1",
         )
-    assert len(columns) == 68
+    assert len(columns) == 69
     listed = expected(kind)
     with connect(granted(app, kind)) as connection:
         for table, names in columns:

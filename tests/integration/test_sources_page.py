@@ -14,9 +14,9 @@ from tests.nats_server import nats_server
 from tests.pages import page
 from tests.pipeline import bodies
 from tests.programs import activated, run
-from tests.rabbitmq_server import RabbitmqServer
+from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.redis_server import RedisServer
-from tests.topics import TOPIC, add, add_to_nats, amqp_of, texts
+from tests.topics import TOPIC, add, add_to_nats, amqp_of, texts, with_ids
 
 PAGE = page("sources.md")
 
@@ -63,6 +63,15 @@ def test_its_settings_of_rabbitmq_read_a_stream(
 ) -> None:
     rabbitmq.publish(TOPIC, [*map(amqp_of, texts(["1", "2"]))])
     reads(tmp_path, mom, "rabbitmq_stream.toml", RABBITMQ=rabbitmq.address)
+
+
+@pytest.mark.slow
+def test_its_settings_of_rabbitmq_read_a_queue(
+    mom: Dsn, rabbitmq_queues: Queues, tmp_path: Path
+) -> None:
+    rabbitmq_queues.delete(TOPIC)
+    rabbitmq_queues.publish(TOPIC, with_ids(["1", "2"]))
+    reads(tmp_path, mom, "rabbitmq.toml", RABBITMQ=rabbitmq_queues.address)
 
 
 def reads(folder: Path, mom: Dsn, settings: str, **env: str) -> None:

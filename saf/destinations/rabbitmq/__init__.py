@@ -33,7 +33,12 @@ LONGEST = 255
 """Longest name of an exchange, in bytes."""
 
 
-def _address(text: str) -> str:
+def valid_address(text: str) -> str:
+    """Return an address.
+
+    Raises:
+        ValueError: the address is invalid.
+    """
     parse(text, PORTS, SECURE, NAMED)
     return text
 
@@ -54,7 +59,7 @@ class Rabbitmq(QueueSettings):
     stores: ClassVar[tuple[str, str]] = ("queues", "Queues")
 
     kind: Literal["rabbitmq"] = "rabbitmq"
-    server: Annotated[str, AfterValidator(_address)]
+    server: Annotated[str, AfterValidator(valid_address)]
     """`amqp://host:5672/vhost`, or several hosts of a cluster: `amqp://host,host`; with TLS,
     `amqps://…`."""
     username: str = "guest"

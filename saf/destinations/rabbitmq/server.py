@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -85,32 +85,33 @@ class NotNow(NotAll):
     """A queue refuses the remaining messages, and may take them later."""
 
 
-class Link:
-    """A destination's connection, with a channel that confirms; not thread-safe."""
+class Channel:
+    """A connection with a channel; not thread-safe."""
 
-    def __init__(self, name: str, settings: Rabbitmq) -> None:
-        self.what = f"destination {name!r}"
+    heartbeat_seconds: ClassVar[int] = 0
+    """Silence after which the server closes the connection, in seconds; 0: none."""
+
+    def __init__(self, what: str, settings: Rabbitmq) -> None:
+        self.what = what
         self._settings = settings
         self._error: BaseException | None = None
         self._connection: Any = None
         self._channel: Any = None
-        self._tag = 0
-        """Number of the last message sent on the channel."""
-        self._sending: _Sending | None = None
         first_of(settings.address.hosts, self._open, ERRORS)
 
     def _open(self, host: str, port: int) -> None:
         try:
             self._connect(host, port)
+            self._prepare()
         except BaseException:
             self.close()
             raise
 
     def _connect(self, host: str, port: int) -> None:
-        bounds, exchange = self._settings.bounds, self._settings.exchange
+        bounds = self._settings.bounds
         self._error = None
         self._connection = pika.SelectConnection(
-            _parameters(self._settings, host, port),
+            _parameters(self._settings, host, port, self.heartbeat_seconds),
             on_open_callback=self._come,
             on_open_error_callback=self._failed,
             on_close_callback=self._failed,
@@ -119,13 +120,84 @@ class Link:
         self.version = str(self._connection.server_properties["version"])
         self._channel = self._connection.channel(on_open_callback=self._come)
         self._channel.add_on_close_callback(self._failed)
+        self._wait(bounds.statement_seconds)
+
+    def _prepare(self) -> None:
+        """Prepare the channel for its use."""
+
+    def close(self) -> None:
+        """Close the connection."""
+        connection = self._connection
+        if connection is None:
+            return
+        with suppress(AMQPError, OSError):
+            if connection.is_open:
+                connection.close()  # `_failed` ends the loop
+                connection.ioloop.call_later(GOODBYE_SECONDS, connection.ioloop.stop)
+                connection.ioloop.start()
+        if not connection.is_closed and pinned.abort(connection):
+            connection.ioloop.call_later(0, connection.ioloop.stop)
+            connection.ioloop.start()
+        self._connection = None
+        connection.ioloop.close()
+
+    # Callbacks of the client
+
+    def _come(self, *_: object) -> None:
+        self._connection.ioloop.stop()
+
+    def _failed(self, _: object, error: BaseException) -> None:
+        self._error = self._error or error
+        if self._connection is not None:
+            self._connection.ioloop.stop()
+
+    def _wait(self, seconds: float) -> None:
+        """Run the client's loop until it is stopped, as long as there is progress in time.
+
+        Raises:
+            TimeoutError: no progress within ``seconds``.
+        """
+        ioloop = self._connection.ioloop
+        seen, late, timer = self._progress(), False, None
+
+        def look() -> None:
+            nonlocal seen, late, timer
+            now = self._progress()
+            if late := now == seen:
+                ioloop.stop()
+            else:
+                seen, timer = now, ioloop.call_later(seconds, look)
+
+        timer = ioloop.call_later(seconds, look)
+        ioloop.start()
+        ioloop.remove_timeout(timer)
+        if self._error is not None:
+            raise self._error
+        if late:
+            raise TimeoutError(f"no answer for {seconds:g} s")
+
+    def _progress(self) -> int:
+        """Return a number that rises while the server answers."""
+        return 0
+
+
+class Link(Channel):
+    """A destination's connection, with a channel that confirms; not thread-safe."""
+
+    def __init__(self, name: str, settings: Rabbitmq) -> None:
+        self._tag = 0
+        """Number of the last message sent on the channel."""
+        self._sending: _Sending | None = None
+        super().__init__(f"destination {name!r}", settings)
+
+    def _prepare(self) -> None:
+        seconds, exchange = self._settings.bounds.statement_seconds, self._settings.exchange
         self._channel.add_on_return_callback(self._returned)
-        self._wait(bounds.statement_seconds)
         self._channel.confirm_delivery(self._confirmed, callback=self._come)
-        self._wait(bounds.statement_seconds)
+        self._wait(seconds)
         if exchange:
             self._channel.exchange_declare(exchange, passive=True, callback=self._come)
-            self._wait(bounds.statement_seconds)
+            self._wait(seconds)
 
     def publish(
         self, topics: Sequence[str], properties: Sequence[bytes], bodies: Sequence[bytes]
@@ -185,29 +257,10 @@ class Link:
 
     def close(self) -> None:
         """Close the connection."""
-        connection, self._sending = self._connection, None
-        if connection is None:
-            return
-        with suppress(AMQPError, OSError):
-            if connection.is_open:
-                connection.close()  # `_failed` ends the loop
-                connection.ioloop.call_later(GOODBYE_SECONDS, connection.ioloop.stop)
-                connection.ioloop.start()
-        if not connection.is_closed and pinned.abort(connection):
-            connection.ioloop.call_later(0, connection.ioloop.stop)
-            connection.ioloop.start()
-        self._connection = None
-        connection.ioloop.close()
+        self._sending = None
+        super().close()
 
     # Callbacks of the client
-
-    def _come(self, *_: object) -> None:
-        self._connection.ioloop.stop()
-
-    def _failed(self, _: object, error: BaseException) -> None:
-        self._error = self._error or error
-        if self._connection is not None:
-            self._connection.ioloop.stop()
 
     def _confirmed(self, frame: Any) -> None:
         sending, answer = self._sending, frame.method
@@ -233,31 +286,6 @@ class Link:
                 f"{method.reply_text}: no queue is bound for routing key "
                 f"{method.routing_key!r} at exchange {method.exchange!r}"
             )
-
-    def _wait(self, seconds: float) -> None:
-        """Run the client's loop until it is stopped, as long as there is progress in time.
-
-        Raises:
-            TimeoutError: no progress within ``seconds``.
-        """
-        ioloop = self._connection.ioloop
-        seen, late, timer = self._progress(), False, None
-
-        def look() -> None:
-            nonlocal seen, late, timer
-            now = self._progress()
-            if late := now == seen:
-                ioloop.stop()
-            else:
-                seen, timer = now, ioloop.call_later(seconds, look)
-
-        timer = ioloop.call_later(seconds, look)
-        ioloop.start()
-        ioloop.remove_timeout(timer)
-        if self._error is not None:
-            raise self._error
-        if late:
-            raise TimeoutError(f"no answer for {seconds:g} s")
 
     def _progress(self) -> int:
         return self._sending.first if self._sending is not None else 0
@@ -335,7 +363,9 @@ def _inner(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _parameters(settings: Rabbitmq, host: str, port: int) -> pika.ConnectionParameters:
+def _parameters(
+    settings: Rabbitmq, host: str, port: int, heartbeat: int
+) -> pika.ConnectionParameters:
     secure = pika.SSLOptions(context_of(settings), host) if settings.address.tls else None
     return pika.ConnectionParameters(
         host=host,
@@ -346,6 +376,6 @@ def _parameters(settings: Rabbitmq, host: str, port: int) -> pika.ConnectionPara
         socket_timeout=settings.bounds.network_seconds,
         stack_timeout=settings.bounds.network_seconds,
         connection_attempts=1,
-        heartbeat=0,
+        heartbeat=heartbeat,
         client_properties={"connection_name": "saf"},
     )

@@ -18,6 +18,8 @@ RECONCILED = "contract/test_source_reconciled.py::"
 NATS = "contract/test_source_nats.py::TestNats::"
 RABBIT = "contract/test_source_rabbitmq_stream.py::TestRabbitmqStream::"
 RABBIT_STREAM = "saf/sources/rabbitmq_stream/stream.py"
+QUEUE = "contract/test_source_rabbitmq.py::TestRabbitmq::"
+WINDOW = "saf/sources/window.py"
 NATS_STREAM = "saf/sources/nats/stream.py"
 
 MUTANTS = (
@@ -268,6 +270,90 @@ MUTANTS = (
         "CREDIT = 2\n",
         "CREDIT = 2_000\n",
         RABBIT + "test_large_chunks_wait_at_the_server",
+    ),
+    mutant(
+        "what_a_queue_delivers_again_is_stored_again",
+        WINDOW,
+        "if id_ in self._ids:",
+        'if id_ == b"":',
+        QUEUE + "test_what_comes_again_after_its_commit_is_dropped",
+    ),
+    mutant(
+        "the_ids_of_a_chunk_are_not_stored",
+        STORING,
+        "if self.window is not None and self.window.messages:",
+        "if self.window is not None and self.window.messages < 0:",
+        QUEUE + "test_what_comes_again_after_its_commit_is_dropped",
+    ),
+    mutant(
+        "a_new_owner_of_a_queue_does_not_know_the_window",
+        READER,
+        "else Window(bounds, self._membership.ids(self._connection, shard))",
+        "else Window(bounds)",
+        QUEUE + "test_what_comes_again_after_its_commit_is_dropped",
+    ),
+    mutant(
+        "the_window_is_not_bounded_by_messages",
+        STORING,
+        "oldest=sql.Literal(number - window.messages),",
+        "oldest=sql.Literal(-1),",
+        QUEUE + "test_the_window_is_bounded_by_messages",
+    ),
+    mutant(
+        "the_window_loses_ids_too_early",
+        STORING,
+        "oldest=sql.Literal(number - window.messages),",
+        "oldest=sql.Literal(number - 1),",
+        QUEUE + "test_the_window_is_bounded_by_messages",
+    ),
+    mutant(
+        "the_window_is_not_bounded_by_age",
+        STORING,
+        "OR stored_at < now() - make_interval(secs => {seconds})))",
+        "OR stored_at < now() - 9 * make_interval(secs => {seconds})))",
+        QUEUE + "test_the_window_is_bounded_by_age_as_messages_are_stored",
+    ),
+    mutant(
+        "messages_of_a_queue_are_never_acknowledged",
+        READER,
+        "if read.records.receipt is None:",
+        "if read.records.receipt is not None:",
+        QUEUE + "test_what_comes_again_after_its_commit_is_dropped",
+    ),
+    mutant(
+        "what_was_read_ahead_of_a_queue_is_acknowledged_later",
+        READER,
+        "if ahead is not None and self.settings.window is not None:",
+        "if ahead is not None and self.settings.window is None:",
+        QUEUE + "test_a_chunk_that_was_read_ahead_and_not_stored_comes_again",
+    ),
+    mutant(
+        "a_queue_is_shared_with_another_consumer",
+        "saf/sources/rabbitmq/queue.py",
+        "            if consumers:",
+        "            if consumers < 0:",
+        QUEUE + "test_a_queue_with_another_consumer_is_not_read",
+    ),
+    mutant(
+        "messages_without_an_id_are_taken_for_one",
+        "saf/sources/rabbitmq/queue.py",
+        "id=str(properties.message_id or uuid4()),",
+        "id=str(properties.message_id),",
+        QUEUE + "test_messages_without_an_id_are_stored_at_least_once",
+    ),
+    mutant(
+        "large_messages_of_a_queue_are_read_by_number_only",
+        "saf/sources/rabbitmq/queue.py",
+        "return max(int(size / max(self._body_bytes, 1)), 1)",
+        "return size",
+        QUEUE + "test_large_bodies_bound_what_is_read_at_a_time",
+    ),
+    mutant(
+        "an_operator_may_skip_to_the_end_of_a_queue",
+        "saf/operating/sources.py",
+        'if start == "latest" and any(',
+        'if start == "newest" and any(',
+        QUEUE + "test_a_window_outlives_its_process_and_goes_with_its_source",
     ),
     mutant(
         "a_source_that_is_down_ends_the_run",

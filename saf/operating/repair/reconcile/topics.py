@@ -31,19 +31,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from saf.config import Settings
-from saf.errors import placed
+from saf.errors import UsageError, placed
 from saf.log.side import IN_RANGE, Side, open_side
 from saf.message import FIRST_MOMENT, LAST_DAY
 from saf.operating.repair.reconcile.outcome import Range
 from saf.operating.sources import Partition, SourceStatus, named, status_at
-from saf.sources import BEGINNING, Extent, Position, Source, columns
+from saf.sources import BEGINNING, GONE, Extent, Position, Source, columns
 from saf.sources.decoding import REASON, Decoder
 from saf.sources.judging import judge
 from saf.sources.settings import SourceSettings
 
 MOST_IDS = 250_000
 """Most messages to compare at a time."""
-NOTHING = Extent(last=BEGINNING, first=None, added=0, removed=0, exists=False)
 STORED = f"""
 SELECT uuid_send(message_id), count(*) FROM saf.inbox
 WHERE source = %(source)s AND get_byte(uuid_send(message_id), 15) %% %(parts)s = %(part)s
@@ -108,6 +107,7 @@ def compare(
     Raises:
         Unavailable: the topic's broker or the inbox does not answer.
         SourceRefused: the topic is not what was read.
+        UsageError: the topic is a queue, which no longer has what was read.
     """
     source = named(settings, name)
     into, dsn = settings.inbox_for(name)
@@ -124,8 +124,13 @@ def compare(
         found = Compared(name=name, topic=source.topic, into=into, range=compared)
         topic.connect()
         extents = [topic.extent(shard) for shard in range(topic.partitions())]
+        if any(extent.waiting is not None for extent in extents):
+            raise UsageError(
+                f"source {name!r}: topic {source.topic!r} is a queue, which no longer has the "
+                "messages that were read: there is nothing to compare"
+            )
         for partition in known.partitions:
-            extent = extents[partition.shard] if partition.shard < len(extents) else NOTHING
+            extent = extents[partition.shard] if partition.shard < len(extents) else GONE
             if error := judge(name, source.topic, partition, extent):
                 raise error
         found.pending = sum(_pending(known.partitions, extents))
