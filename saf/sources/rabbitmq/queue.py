@@ -4,10 +4,12 @@ A queue has no places. A position is ``(0, number)``: the number of messages tha
 Messages stay unacknowledged until `Queue.acknowledge`, which the reader calls after the commit that
 stores them. If the connection ends before, the server delivers them again, in their order.
 
-Each read has a consumer of its own, which gets as many messages as the queue has, at most: so what
-is delivered is known, and nothing waits for more. How many messages fit into memory follows from
-the size of those read before. Their consumer is exclusive, and none may exist before it: two
-consumers share a queue's messages, and their order is lost.
+The consumer is exclusive, and stays until the connection ends. So while a process may have messages
+that are not stored, no other process gets later ones: their order would be lost. For the same
+reason, a queue with another consumer is not read.
+
+The server sends at most two chunks before an acknowledgement, and fewer if messages are large: how
+many fit into memory follows from the size of those read before.
 
 A server that gets no heartbeat closes the connection. So the messages of a process that was stopped
 come back to the queue.
@@ -16,6 +18,7 @@ come back to the queue.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -39,7 +42,7 @@ MISSING = 404
 FIRST_READ = 100
 """Messages of the first read: only afterwards is known how large they are."""
 MOST = 65_535
-"""Most messages without an acknowledgement that a consumer may ask for."""
+"""Most messages that a consumer may ask for before an acknowledgement."""
 SILENCE_SECONDS = 2.0
 """Time to wait for a message that the queue had a moment ago."""
 PROPERTIES = (
@@ -58,40 +61,60 @@ class Consumer(Channel):
     heartbeat_seconds: ClassVar[int] = 60
 
     def __init__(self, what: str, settings: Destination) -> None:
-        self._messages: list[Delivered] = []
-        self._count = 0
-        """Number of messages to wait for."""
+        self._messages: deque[Delivered] = deque()
+        self._bytes = 0
+        """Bytes of the bodies that wait in ``_messages``."""
+        self._enough = (0, 0)
+        """Messages, and bytes of bodies, to wait for."""
+        self._tag: str | None = None
+        self._prefetch = 0
         super().__init__(what, settings)
 
     def look(self, queue: str) -> tuple[int, int] | None:
-        """Return how many messages wait in a queue, and how many consumers it has.
+        """Return how many messages wait in a queue, and how many other consumers it has.
 
         Return None if the queue does not exist; then the channel is closed.
         """
         try:
-            answer = self._ask(partial(self._channel.queue_declare, queue, passive=True))
+            answer = self._ask(partial(self._channel.queue_declare, queue, passive=True)).method
         except ChannelClosedByBroker as error:
             if error.reply_code == MISSING:
                 return None
             raise
-        return int(answer.method.message_count), int(answer.method.consumer_count)
+        others = int(answer.consumer_count) - (self._tag is not None)
+        return int(answer.message_count) + len(self._messages), others
 
-    def take(self, queue: str, count: int) -> list[Delivered]:
-        """Return the next messages of a queue, which stay unacknowledged."""
-        channel = self._channel
-        self._messages, self._count = [], count
-        self._ask(partial(channel.basic_qos, prefetch_count=count))
-        tag = channel.basic_consume(queue, self._arrived, exclusive=True)
-        while len(self._messages) < count:
+    def consume(self, queue: str, prefetch: int) -> None:
+        """Let the server send about ``prefetch`` messages before an acknowledgement."""
+        if self._tag is not None:
+            if prefetch <= self._prefetch < 2 * prefetch:
+                return
+            self._ask(partial(self._channel.basic_cancel, self._tag))
+            self._tag = None
+        self._ask(partial(self._channel.basic_qos, prefetch_count=prefetch))
+        begin = partial(self._channel.basic_consume, queue, self._arrived, exclusive=True)
+        self._tag, self._prefetch = str(self._ask(begin).method.consumer_tag), prefetch
+
+    def take(self, count: int, size: int) -> list[Delivered]:
+        """Return the next messages, which stay unacknowledged.
+
+        Return at most ``count``, and no more once their bodies have ``size`` bytes; fewer if no
+        more come for `SILENCE_SECONDS`.
+        """
+        self._enough = count, size
+        while len(self._messages) < count and self._bytes < size:
             try:
                 self._wait(SILENCE_SECONDS)
             except TimeoutError:
                 if self._error is not None:
                     raise
                 break
-        self._ask(partial(channel.basic_cancel, tag))
-        messages, self._messages = self._messages, []
-        return messages
+        taken: list[Delivered] = []
+        while self._messages and len(taken) < count and size > 0:
+            taken.append(self._messages.popleft())
+            size -= len(taken[-1][2])
+            self._bytes -= len(taken[-1][2])
+        return taken
 
     def acknowledge(self, tag: int) -> None:
         """Acknowledge all messages up to a delivery."""
@@ -112,7 +135,9 @@ class Consumer(Channel):
 
     def _arrived(self, _: object, delivery: Any, properties: Any, body: bytes) -> None:
         self._messages.append((delivery, properties, body))
-        if len(self._messages) >= self._count:
+        self._bytes += len(body)
+        count, size = self._enough
+        if len(self._messages) >= count or self._bytes >= size:
             self._connection.ioloop.stop()
 
     def _progress(self) -> int:
@@ -131,6 +156,8 @@ class Queue:
         self._consumer: Consumer | None = None
         self._body_bytes: float | None = None
         """Bytes of a body, on average, of the last read."""
+        self._expected = 0
+        """Messages that waited when the queue was looked at, and were not read yet."""
 
     def connect(self) -> None:
         """Connect, if not connected yet."""
@@ -146,6 +173,7 @@ class Queue:
         """Return what the queue has."""
         with self._connected() as consumer:
             extent, _ = self._look(consumer)
+            self._expected = extent.waiting or 0
             return extent
 
     def read(
@@ -157,17 +185,21 @@ class Queue:
     ) -> Records:
         """Return the next messages, numbered after a position."""
         with self._connected() as consumer:
-            extent, consumers = self._look(consumer)
-            if consumers:
+            extent, others = self._look(consumer)
+            if others:
                 raise Unavailable(
                     self.what,
                     f"{self.settings.server}: queue {self.settings.topic!r} has another consumer, "
                     "with which its messages would be shared",
                 )
-            count = min(limit, extent.waiting or 0, MOST, self._fitting(size))
+            fitting = min(self.settings.chunk_rows, self._fitting(size))
+            # what is on its way from the server counts neither there nor here
+            count = min(limit, fitting, max(extent.waiting or 0, self._expected))
             if not count:
                 return Records(extent=extent)
-            messages = consumer.take(self.settings.topic, count)
+            consumer.consume(self.settings.topic, min(2 * fitting, MOST))
+            messages = consumer.take(count, size)
+        self._expected = max(self._expected - len(messages), 0) if len(messages) == count else 0
         if not messages:
             return Records(extent=extent)
         self._body_bytes = sum(len(body) for *_, body in messages) / len(messages)
@@ -199,13 +231,13 @@ class Queue:
         return max(int(size / max(self._body_bytes, 1)), 1)
 
     def _look(self, consumer: Consumer) -> tuple[Extent, int]:
-        """Return what the queue has, and the number of its consumers."""
+        """Return what the queue has, and the number of its other consumers."""
         found = consumer.look(self.settings.topic)
         if found is None:
             self.close()
             return GONE, 0
-        waiting, consumers = found
-        return Extent(last=BEGINNING, first=None, added=0, removed=0, waiting=waiting), consumers
+        waiting, others = found
+        return Extent(last=BEGINNING, first=None, added=0, removed=0, waiting=waiting), others
 
     @contextmanager
     def _connected(self) -> Iterator[Consumer]:

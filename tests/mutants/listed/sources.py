@@ -330,9 +330,16 @@ MUTANTS = (
     mutant(
         "a_queue_is_shared_with_another_consumer",
         "saf/sources/rabbitmq/queue.py",
-        "            if consumers:",
-        "            if consumers < 0:",
+        "            if others:",
+        "            if others < 0:",
         QUEUE + "test_a_queue_with_another_consumer_is_not_read",
+    ),
+    mutant(
+        "a_consumer_of_a_queue_lets_others_in",
+        "saf/sources/rabbitmq/queue.py",
+        "        others = int(answer.consumer_count) - (self._tag is not None)",
+        "        others = 0",
+        QUEUE + "test_a_process_that_was_stopped_with_messages_in_hand_keeps_their_order",
     ),
     mutant(
         "messages_without_an_id_are_taken_for_one",
@@ -344,8 +351,8 @@ MUTANTS = (
     mutant(
         "large_messages_of_a_queue_are_read_by_number_only",
         "saf/sources/rabbitmq/queue.py",
-        "return max(int(size / max(self._body_bytes, 1)), 1)",
-        "return size",
+        "size -= len(taken[-1][2])",
+        "size -= 0",
         QUEUE + "test_large_bodies_bound_what_is_read_at_a_time",
     ),
     mutant(
