@@ -414,8 +414,9 @@ def test_what_was_stored_at_least_once_may_wait_for_its_service_since(
     assert bodies(other) == ["stored", "known", "stored"]
 
 
+@pytest.mark.parametrize("also_unreachable", [False, True])
 def test_what_waits_for_its_service_does_not_explain_a_mark_of_exactly_once(
-    app: Dsn, mom: Dsn
+    app: Dsn, mom: Dsn, other: Dsn, also_unreachable: bool
 ) -> None:
     with connect(app) as connection, connect(mom) as store:
         store.execute("INSERT INTO saf.service VALUES ('billing')")
@@ -424,6 +425,10 @@ def test_what_waits_for_its_service_does_not_explain_a_mark_of_exactly_once(
         ((number, shard, opened_at),) = fetch(
             connection, "SELECT subscription_id, shard, opened_at FROM saf.parked"
         )
+        if also_unreachable:  # messages of the same destination wait in its own lane, too
+            send_to(connection, "billing", "waits for the destination", key="another")
+            run(app, mom=NOWHERE, other=other)
+            assert count(app, "parked") == 2
         place = {lane: (lane, shard) for lane in (MAIN, AGAIN)}
         mark = Mark(batch=1, position=1, opened_at=opened_at, acknowledged=True)
         marks = dict.fromkeys(place.values(), mark)
