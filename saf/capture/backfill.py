@@ -29,7 +29,7 @@ from psycopg.rows import tuple_row
 from saf.capture import code
 from saf.capture.code import Place
 from saf.capture.drift import drift
-from saf.capture.stored import Capture, is_expression, listed
+from saf.capture.stored import Capture, is_expression, listed, pin
 from saf.capture.table import TableFacts, find
 from saf.database import fetch, reason_of
 from saf.errors import ConfigurationError, Unavailable, UsageError
@@ -95,9 +95,6 @@ UPDATE saf.backfill SET last_key = coalesce(CAST(%(last_key)s AS jsonb), last_ke
     ended_at = CASE WHEN %(is_over)s THEN clock_timestamp() END
 WHERE backfill_id = %(backfill_id)s
 """
-SET = "SELECT set_config(%(name)s, %(value)s, true)"
-# Otherwise policies of the table would hide rows, and so leave them out
-ALL_ROWS = "SET LOCAL row_security = off"
 TABLE_OF = "SELECT format('%%I.%%I', CAST(%(schema)s AS text), CAST(%(table)s AS text))"
 
 # One run at a time: the lock ends with its session
@@ -294,7 +291,7 @@ def _check(connection: psycopg.Connection[Any], capture: Capture, where: str | N
     """Try the statement of a chunk, without rows, and roll it back."""
     try:
         with connection.transaction():
-            _pin(connection)
+            pin(connection)
             table = _table(connection, capture)
             _chunk(connection, capture, table, Place(where=where, limit=0, backfill_id=0))
             raise psycopg.Rollback
@@ -371,7 +368,7 @@ def _step(
         rate = None if rate_text is None else per_second(rate_text)
         if rate is not None:
             chunk_rows = max(1, min(chunk_rows, int(rate * LONGEST_CHUNK_SECONDS)))
-        _pin(connection)
+        pin(connection)
         place = Place(
             where=where,
             limit=max(0, chunk_rows - len(left_over)),
@@ -404,13 +401,6 @@ def _chunk(
         cursor.execute(code.chunk(capture, table, place), binary=True)
         ((messages, rows, last, still),) = cursor.fetchall()
     return messages, rows, last, still
-
-
-def _pin(connection: psycopg.Connection[Any]) -> None:
-    """Write values as the trigger does, and read all rows, in this transaction."""
-    for name, value in code.PINNED.items():
-        connection.execute(SET, {"name": name, "value": value})
-    connection.execute(ALL_ROWS)
 
 
 def _table(connection: psycopg.Connection[Any], capture: Capture) -> TableFacts:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from psycopg import sql
@@ -133,21 +133,11 @@ SELECT (SELECT count(*) FROM sent), (SELECT count(*) FROM following),
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a capture sends, checked against its table."""
+class OfTable:
+    """A table of the application that has triggers of saf, and their function."""
 
     schema: str
     table: str
-    to_service: str
-    from_service: str | None
-    message_type: str
-    """Beginning of the message types."""
-    key: str
-    columns: tuple[str, ...]
-    condition: str | None
-    primary_key: tuple[str, ...]
-    compared: tuple[str, ...] | None
-    """Columns of which an update must change one; None: any column of the row."""
 
     @property
     def called(self) -> str:
@@ -163,14 +153,44 @@ class Shape:
     def function(self) -> str:
         """Name of the trigger's function in schema saf.
 
-        >>> Shape(schema="public", table="Orders 1", to_service="s", from_service=None,
-        ...     message_type="t", key="k", columns=("k",), condition=None, primary_key=("k",),
-        ...     compared=("k",)).function
+        >>> OfTable(schema="public", table="Orders 1").function
         'capture_orders_1_9a3e23'
         """
         readable = re.sub(r"[^a-z0-9]+", "_", self.table.lower())[:LONGEST_NAME]
         unique = hashlib.sha256(f"{self.schema}\0{self.table}".encode()).hexdigest()[:6]
         return f"capture_{readable}_{unique}"
+
+    @property
+    def events(self) -> tuple[str, ...]:
+        """Events that have a trigger."""
+        return EVENTS
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """Settings of the function."""
+        return PINNED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(OfTable):
+    """What a capture sends, checked against its table."""
+
+    to_service: str
+    from_service: str | None
+    message_type: str
+    """Beginning of the message types."""
+    key: str
+    columns: tuple[str, ...]
+    condition: str | None
+    primary_key: tuple[str, ...]
+    compared: tuple[str, ...] | None
+    """Columns of which an update must change one; None: any column of the row."""
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """Columns without which the function fails."""
+        named = (*self.columns, self.key, *self.primary_key, *(self.compared or ()))
+        return tuple(dict.fromkeys(named))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,15 +227,15 @@ def source(shape: Shape) -> sql.Composed:
         same_row=_each("old.{0} = new.{0}", shape.primary_key, " AND "),
         first=sql.Identifier(shape.primary_key[0]),
         changed=_changed(shape.compared),
-        condition=_expression(shape.condition),
+        condition=expression(shape.condition),
     )
 
 
-def function(shape: Shape, source_text: str) -> sql.Composed:
+def function(shape: OfTable, source_text: str) -> sql.Composed:
     """Return the statement that creates the function."""
     settings = [
         sql.SQL("SET {} = {}").format(sql.Identifier(name), _setting(name, value))
-        for name, value in PINNED.items()
+        for name, value in shape.settings.items()
     ]
     return sql.SQL(FUNCTION).format(
         name=sql.Identifier(shape.function),
@@ -225,7 +245,7 @@ def function(shape: Shape, source_text: str) -> sql.Composed:
 
 
 def triggers(
-    shape: Shape, relation: Relation, events: Iterable[str] = EVENTS
+    shape: OfTable, relation: Relation, events: Iterable[str] = EVENTS
 ) -> list[sql.Composed]:
     """Return the statements that create, or replace, the triggers of a table or partition."""
     return [
@@ -258,8 +278,8 @@ def chunk(shape: Shape, table: TableFacts, begin: Place) -> sql.Composed:
         columns=COLUMNS,
         **_message(shape),
         table=sql.Identifier(shape.schema, shape.table),
-        where=_expression(begin.where),
-        condition=_expression(shape.condition),
+        where=expression(begin.where),
+        condition=expression(shape.condition),
         left_over=sql.Literal(json.dumps(begin.left_over)),
         limit=sql.Literal(begin.limit),
         headers=sql.Literal(json.dumps(headers(begin.backfill_id))),
@@ -337,7 +357,8 @@ def _equal(
     )
 
 
-def _expression(text: str | None) -> sql.SQL:
+def expression(text: str | None) -> sql.SQL:
+    """Return a condition on lines of its own; none is true."""
     return sql.SQL("true" if text is None else f"(\n{text}\n)")
 
 

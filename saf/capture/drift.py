@@ -7,13 +7,14 @@ the catalog, so any role that may read saf.capture can ask.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
 
-from saf.capture.code import EVENTS, PINNED, TRIGGER
+from saf.capture.adoption import Adoption
+from saf.capture.code import EVENTS, TRIGGER
 from saf.capture.stored import Capture
 from saf.database import fetch
 
@@ -81,15 +82,15 @@ class Drift:
     """True if changes are missed; False for a remark about changes that no trigger can see."""
 
 
-def drift(connection: psycopg.Connection[Any], capture: Capture) -> list[Drift]:
+def drift(connection: psycopg.Connection[Any], capture: Capture | Adoption) -> list[Drift]:
     """Return the differences between a capture and the database; none if it is as written."""
     return [*_drift(connection, capture)]
 
 
-def _drift(connection: psycopg.Connection[Any], capture: Capture) -> Iterator[Drift]:
+def _drift(connection: psycopg.Connection[Any], capture: Capture | Adoption) -> Iterator[Drift]:
     names = {"schema": capture.schema, "table": capture.table, "function": capture.function}
     function = fetch(connection, FUNCTION, names)
-    for problem in _of_function(function, capture.digest):
+    for problem in _of_function(function, capture.digest, capture.settings):
         yield Drift(what=f"function saf.{capture.function} {problem}")
     found = fetch(connection, WHERE, names)
     if not found:
@@ -99,14 +100,11 @@ def _drift(connection: psycopg.Connection[Any], capture: Capture) -> Iterator[Dr
         return
     params = {**names, "oid": found[0][0]}
     for relation, is_root, triggers in fetch(connection, TRIGGERS, params):
-        for problem in _of_triggers(triggers):
+        for problem in _of_triggers(triggers, capture.events):
             partition = "" if is_root else "; statements that name the partition are missed"
             yield Drift(what=f"table {relation}: {problem}{partition}")
     columns = {name for (name,) in fetch(connection, COLUMNS, params)}
-    read = dict.fromkeys(
-        (*capture.columns, capture.key, *capture.primary_key, *(capture.compared or ()))
-    )
-    for name in read:
+    for name in capture.read:
         if name not in columns:
             yield Drift(
                 what=f"column {name!r} of table {capture.called} was dropped or renamed: "
@@ -128,7 +126,9 @@ def _drift(connection: psycopg.Connection[Any], capture: Capture) -> Iterator[Dr
         )
 
 
-def _of_function(found: list[tuple[Any, ...]], digest: str) -> Iterator[str]:
+def _of_function(
+    found: list[tuple[Any, ...]], digest: str, written: Mapping[str, str]
+) -> Iterator[str]:
     if not found:
         yield "does not exist"
         return
@@ -137,7 +137,7 @@ def _of_function(found: list[tuple[Any, ...]], digest: str) -> Iterator[str]:
         yield "has another source than was written"
     if not definer:
         yield "does not run with its owner's rights"
-    if not _is_pinned(settings or ()):
+    if not _is_pinned(settings or (), written):
         yield "has other settings than were written"
     if owner != owner_of_outbox:
         yield f"is owned by {owner!r}, and not by {owner_of_outbox!r}, who owns saf.outbox"
@@ -145,26 +145,26 @@ def _of_function(found: list[tuple[Any, ...]], digest: str) -> Iterator[str]:
         yield "may be used by others than its owner, in triggers of their own"
 
 
-def _is_pinned(settings: list[str] | tuple[str, ...]) -> bool:
-    """Return whether a function has the settings of `saf.capture.code.PINNED`.
+def _is_pinned(settings: list[str] | tuple[str, ...], written: Mapping[str, str]) -> bool:
+    """Return whether a function has the settings that were written.
 
-    >>> _is_pinned([f"{name}={value}" for name, value in PINNED.items()]), _is_pinned([])
+    >>> _is_pinned(["TimeZone=UTC"], {"TimeZone": "UTC"}), _is_pinned([], {"TimeZone": "UTC"})
     (True, False)
     """
     found = dict(setting.split("=", 1) for setting in settings)
     return {name.lower(): value for name, value in found.items()} == {
-        name.lower(): value for name, value in PINNED.items()
+        name.lower(): value for name, value in written.items()
     }
 
 
-def _of_triggers(triggers: Mapping[str, str]) -> Iterator[str]:
+def _of_triggers(triggers: Mapping[str, str], events: Iterable[str] = EVENTS) -> Iterator[str]:
     """Yield what is wrong with the triggers of a table.
 
     >>> fine = {f"saf_capture_{event}": "O" for event in EVENTS}
     >>> [*_of_triggers({**fine, "saf_capture_insert": "D"})], [*_of_triggers(fine)]
     (['trigger saf_capture_insert is disabled'], [])
     """
-    for event in EVENTS:
+    for event in events:
         name = TRIGGER.format(event)
         state = triggers.get(name)
         if state is None:

@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import psycopg
 from psycopg import sql
 
 from saf.capture import code
-from saf.capture.code import EVENTS, TRIGGER, Shape
+from saf.capture.code import TRIGGER, OfTable, Shape
 from saf.capture.table import Relation, TableFacts, find, known, oid_of
 from saf.config import did_you_mean
 from saf.database import fetch, reason_of
@@ -31,6 +31,8 @@ from saf.errors import ConfigurationError, InvalidMessage, Unavailable, UsageErr
 from saf.message import MAX_NAME, check_text
 
 Outcome = Literal["added", "changed", "unchanged"]
+
+W = TypeVar("W", bound="Written")
 
 LOCK_SECONDS = 3.0
 LOCK_TIMEOUT = "SELECT set_config('lock_timeout', %(milliseconds)s, true)"
@@ -45,7 +47,7 @@ FROM pg_class c WHERE c.oid = 'saf.outbox'::regclass
 LIST = """
 SELECT capture_id, schema_name, table_name, from_service, to_service, message_type, key, columns,
        condition, primary_key, compared, function_name, digest, created_at, changed_at
-FROM saf.capture ORDER BY schema_name, table_name
+FROM saf.capture WHERE adopted IS NULL ORDER BY schema_name, table_name
 """
 PUT = """
 INSERT INTO saf.capture (schema_name, table_name, from_service, to_service, message_type, key,
@@ -58,6 +60,10 @@ SET from_service = excluded.from_service, to_service = excluded.to_service,
     condition = excluded.condition, primary_key = excluded.primary_key,
     compared = excluded.compared, function_name = excluded.function_name,
     digest = excluded.digest, changed_at = clock_timestamp()
+"""
+IS_ADOPTED = """
+SELECT adopted IS NOT NULL FROM saf.capture
+WHERE schema_name = %(schema)s AND table_name = %(table)s
 """
 DELETE = "DELETE FROM saf.capture WHERE capture_id = %(capture_id)s"
 DROP = "DROP FUNCTION IF EXISTS saf.{function}() CASCADE"
@@ -83,6 +89,9 @@ WHERE t.tgrelid = ANY (%(relations)s) AND NOT t.tgisinternal AND t.tgenabled <> 
   AND t.tgtype & 3 = 1 AND t.tgname NOT LIKE 'saf\\_capture\\_%%' ORDER BY 1
 """
 
+SET = "SELECT set_config(%(name)s, %(value)s, true)"
+# Otherwise policies of the table would hide rows, and so leave them out
+ALL_ROWS = "SET LOCAL row_security = off"
 TRY_PATH = "SET LOCAL search_path = pg_catalog, pg_temp"
 TRY_VIEW = """
 CREATE TEMPORARY VIEW saf_try_condition AS SELECT (
@@ -149,14 +158,19 @@ class Declaration:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capture(Shape):
-    """A capture that a database has."""
+class Written(OfTable):
+    """Triggers that a database has, and their function: a capture, or an adoption."""
 
     capture_id: int
     digest: str
     """SHA-256 of the function's source as it was written."""
     created_at: datetime
     changed_at: datetime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture(Shape, Written):
+    """A capture that a database has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +191,7 @@ class Review:
         """The statements of `put` that change the schema, for people."""
         written = [
             code.function(self.shape, self.source),
-            *(_own(self.shape, self.owner)),
+            *(owned(self.shape, self.owner)),
             *(
                 trigger
                 for relation in self.table.relations
@@ -205,10 +219,10 @@ def review(connection: psycopg.Connection[Any], declared: Declaration) -> Review
             except InvalidMessage as error:
                 raise UsageError(str(error)) from None
     with connection.transaction():
-        owner = _owner(connection)
+        owner = owner_of_outbox(connection)
         table = find(connection, declared.table)
         shape = _shape(declared, table)
-        with _rolled_back(connection):
+        with rolled_back(connection):
             connection.execute(TRY_PATH)
             read = _condition(connection, shape, table)
             shape = replace(shape, compared=_compared(shape, read))
@@ -232,20 +246,18 @@ def put(connection: psycopg.Connection[Any], reviewed: Review) -> Outcome:
     Raises:
         Unavailable: other sessions have locked the table for too long.
     """
-    shape, function = reviewed.shape, sql.Identifier(reviewed.shape.function)
+    shape = reviewed.shape
     new = code.digest(reviewed.source)
-    with connection.transaction(), _briefly(connection, shape.called):
+    with connection.transaction(), briefly(connection, shape.called):
+        names = {"schema": shape.schema, "table": shape.table}
+        if fetch(connection, IS_ADOPTED, names) == [(True,)]:
+            raise ConfigurationError(
+                f"table {shape.called!r} is adopted, so its rows are messages already: `saf "
+                "capture remove` ends the adoption"
+            )
         before = next((item for item in listed(connection) if item.called == shape.called), None)
         found = fetch(connection, SOURCE_NOW, {"function": shape.function})
-        missing = {
-            relation: [
-                event for event in EVENTS if TRIGGER.format(event) not in
-                {name for (name,) in fetch(
-                    connection, TRIGGERS, {"relation": relation.oid, "function": shape.function}
-                )}
-            ]
-            for relation in reviewed.table.relations
-        }  # fmt: skip
+        missing = missing_triggers(connection, shape, reviewed.table)
         same = before is not None and before.digest == new and _shape_of(before) == shape
         if same and found == [(reviewed.source,)] and not any(missing.values()):
             return "unchanged"
@@ -255,14 +267,13 @@ def put(connection: psycopg.Connection[Any], reviewed: Review) -> Outcome:
         params |= {**lists, "compared": compared, "function": shape.function, "digest": new}
         connection.execute(PUT, params)
         if before is not None and before.function != shape.function:
-            _drop(connection, before.function)
-        connection.execute(code.function(shape, reviewed.source))
-        for statement in _own(shape, reviewed.owner):
-            connection.execute(statement)
-        connection.execute(
-            sql.SQL(COMMENT).format(
-                function=function, text=sql.Literal(f"sends the changes of {shape.called}")
-            )
+            drop(connection, before.function)
+        create_function(
+            connection,
+            shape,
+            code.function(shape, reviewed.source),
+            reviewed.owner,
+            f"sends the changes of {shape.called}",
         )
         for relation, events in missing.items():
             for trigger in code.triggers(shape, relation, events):
@@ -270,15 +281,42 @@ def put(connection: psycopg.Connection[Any], reviewed: Review) -> Outcome:
         return "added" if before is None else "changed"
 
 
-def remove(connection: psycopg.Connection[Any], capture: Capture) -> None:
+def missing_triggers(
+    connection: psycopg.Connection[Any], shape: OfTable, table: TableFacts
+) -> dict[Relation, list[str]]:
+    """Return the events that have no trigger that fires, by table and partition."""
+    missing: dict[Relation, list[str]] = {}
+    for relation in table.relations:
+        params = {"relation": relation.oid, "function": shape.function}
+        names = {name for (name,) in fetch(connection, TRIGGERS, params)}
+        missing[relation] = [one for one in shape.events if TRIGGER.format(one) not in names]
+    return missing
+
+
+def create_function(
+    connection: psycopg.Connection[Any],
+    shape: OfTable,
+    created: sql.Composed,
+    owner: str,
+    comment: str,
+) -> None:
+    """Create or replace a trigger's function, which belongs to an owner, and nobody may call."""
+    connection.execute(created)
+    for statement in owned(shape, owner):
+        connection.execute(statement)
+    function = sql.Identifier(shape.function)
+    connection.execute(sql.SQL(COMMENT).format(function=function, text=sql.Literal(comment)))
+
+
+def remove(connection: psycopg.Connection[Any], capture: Written) -> None:
     """Remove a capture, with its function, its triggers and its backfills, in a transaction.
 
     Raises:
         Unavailable: other sessions have locked the table for too long.
     """
-    with connection.transaction(), _briefly(connection, capture.called):
-        _owner(connection)
-        _drop(connection, capture.function)
+    with connection.transaction(), briefly(connection, capture.called):
+        owner_of_outbox(connection)
+        drop(connection, capture.function)
         connection.execute(DELETE, {"capture_id": capture.capture_id})
 
 
@@ -311,7 +349,11 @@ def named(connection: psycopg.Connection[Any], name: str) -> Capture:
     Raises:
         ConfigurationError: the table has no capture.
     """
-    captures = listed(connection)
+    return one_of(connection, listed(connection), name)
+
+
+def one_of(connection: psycopg.Connection[Any], captures: Sequence[W], name: str) -> W:
+    """Return one of some captures by its table; otherwise like `named`."""
     oid = oid_of(connection, name)
     if oid is not None:
         found = [item for item in captures if oid_of(connection, item.quoted) == oid]
@@ -447,10 +489,10 @@ def _try(connection: psycopg.Connection[Any], shape: Shape, source: str, owner: 
     relation = Relation(schema="pg_temp", name="saf_try", oid=0)
     key = sql.Identifier(shape.primary_key[0])
     try:
-        with _rolled_back(connection):
+        with rolled_back(connection):
             connection.execute(sql.SQL(TRY_TABLE).format(table=table))
             connection.execute(code.function(trial, source))
-            for statement in _own(trial, owner):
+            for statement in owned(trial, owner):
                 connection.execute(statement)
             for statement in code.triggers(trial, relation):
                 connection.execute(statement)
@@ -467,7 +509,7 @@ def _try(connection: psycopg.Connection[Any], shape: Shape, source: str, owner: 
         ) from None
 
 
-def _owner(connection: psycopg.Connection[Any]) -> str:
+def owner_of_outbox(connection: psycopg.Connection[Any]) -> str:
     """Return the owner of the outbox, if the user may act as it."""
     ((owner, may),) = fetch(connection, OWNERS)
     if not may:
@@ -478,7 +520,8 @@ def _owner(connection: psycopg.Connection[Any]) -> str:
     return str(owner)
 
 
-def _own(shape: Shape, owner: str) -> list[sql.Composed]:
+def owned(shape: OfTable, owner: str) -> list[sql.Composed]:
+    """Return the statements that give a function to its owner, and its rights to nobody else."""
     function = sql.Identifier(shape.function)
     return [
         sql.SQL(OWN).format(function=function, owner=sql.Identifier(owner)),
@@ -486,7 +529,8 @@ def _own(shape: Shape, owner: str) -> list[sql.Composed]:
     ]
 
 
-def _drop(connection: psycopg.Connection[Any], function: str) -> None:
+def drop(connection: psycopg.Connection[Any], function: str) -> None:
+    """Drop a function, with its triggers."""
     connection.execute(sql.SQL(DROP).format(function=sql.Identifier(function)))
 
 
@@ -494,8 +538,15 @@ def _shape_of(capture: Capture) -> Shape:
     return Shape(**{field.name: getattr(capture, field.name) for field in fields(Shape)})
 
 
+def pin(connection: psycopg.Connection[Any]) -> None:
+    """Write values as the trigger does, and read all rows, in the connection's transaction."""
+    for name, value in code.PINNED.items():
+        connection.execute(SET, {"name": name, "value": value})
+    connection.execute(ALL_ROWS)
+
+
 @contextmanager
-def _rolled_back(connection: psycopg.Connection[Any]) -> Iterator[None]:
+def rolled_back(connection: psycopg.Connection[Any]) -> Iterator[None]:
     """Run a block of which nothing stays."""
     with connection.transaction():
         yield
@@ -503,7 +554,7 @@ def _rolled_back(connection: psycopg.Connection[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _briefly(connection: psycopg.Connection[Any], called: str) -> Iterator[None]:
+def briefly(connection: psycopg.Connection[Any], called: str) -> Iterator[None]:
     """Wait for locks only briefly, in the connection's transaction."""
     milliseconds = str(round(LOCK_SECONDS * 1000))
     connection.execute(LOCK_TIMEOUT, {"milliseconds": milliseconds})

@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 
 from saf.cli import (
+    adopt,
     apply,
     asyncapi,
     broker,
@@ -124,6 +125,7 @@ app.add_typer(router.transforms, name="transform", rich_help_panel=SET_UP)
 app.add_typer(endpoint.app, name="endpoint", rich_help_panel=SET_UP)
 app.add_typer(schedule.app, name="schedule", rich_help_panel=SET_UP)
 app.add_typer(capture.app, name="capture", rich_help_panel=SET_UP)
+app.command("adopt", rich_help_panel=SET_UP)(adopt.command)
 app.add_typer(dialog.agreements, name="contract", rich_help_panel=SET_UP)
 app.add_typer(schema.sending, name="sender", rich_help_panel=SET_UP)
 app.command("apply", rich_help_panel=SET_UP)(apply.command)

@@ -1,7 +1,8 @@
 """``saf capture`` and ``saf backfill``: a table's changes as messages, and the rows that it has.
 
 `add` shows the SQL that it would write, and asks. A backfill runs in the command itself, until it
-is done, paused or interrupted; the next run continues it.
+is done, paused or interrupted; the next run continues it. Adoptions (`saf.cli.adopt`) are listed,
+shown and removed as captures.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Annotated, Any
 import psycopg
 import typer
 
-from saf.capture import backfill, stored
+from saf.capture import adoption, backfill, rows, stored
+from saf.capture.adoption import Adoption
 from saf.capture.backfill import Backfill, Ran, Wanted
 from saf.capture.drift import Drift, drift
-from saf.capture.stored import Capture, Declaration, Outcome, Review, named, typed
+from saf.capture.stored import Capture, Declaration, Outcome, Review, named, one_of
 from saf.cli.brokers import AsJson, Brokers, Commands, Panels, Round, Why, Yes
 from saf.cli.console import Listing, Table, confirm, echo
 from saf.errors import ConfigurationError, UsageError
@@ -109,7 +111,7 @@ def add(
     found = round_.visit(ROLE, lambda connection: stored.review(connection, declared))
     round_.say_failures()
     for where, review in found.items():
-        _show_review(where, review)
+        show_review(where, review)
     if found and not dry_run:
         confirm("Write it?", yes=yes, dry_run="show the SQL")
         writing = round_.answering(found)
@@ -125,7 +127,8 @@ def add(
     round_.finish(say=True)
 
 
-def _show_review(where: str, review: Review) -> None:
+def show_review(where: str, review: Review | adoption.Review) -> None:
+    """Print the SQL of a review, and triggers that it is to be compared with."""
     for statement in review.statements:
         echo(statement, lines=True)
         echo("")
@@ -157,7 +160,7 @@ def _write(
 class Looked:
     """A capture, and how it differs from the database."""
 
-    capture: Capture
+    capture: Capture | Adoption
     differences: list[Drift]
 
     @property
@@ -166,16 +169,20 @@ class Looked:
         return "differs" if self.differences else "active"
 
 
-def _looked(connection: psycopg.Connection[Any], capture: Capture) -> Looked:
+def _looked(connection: psycopg.Connection[Any], capture: Capture | Adoption) -> Looked:
     return Looked(capture, drift(connection, capture))
+
+
+def _one(connection: psycopg.Connection[Any], table: str) -> Capture | Adoption:
+    return one_of(connection, adoption.every(connection), table)
 
 
 @app.command("list")
 def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
-    """List captures, and how they differ from the database."""
+    """List captures and adoptions, and how they differ from the database."""
     round_.show_rows(
         ROLE,
-        lambda connection: [_looked(connection, item) for item in stored.listed(connection)],
+        lambda connection: [_looked(connection, item) for item in adoption.every(connection)],
         "captures",
         CAPTURES,
         as_json=as_json,
@@ -184,8 +191,8 @@ def list_(*, round_: Brokers, as_json: AsJson = False) -> None:
 
 @app.command()
 def show(table: TableName, *, round_: Brokers, as_json: AsJson = False) -> None:
-    """Show a capture, its differences, and the command that writes it again."""
-    found = round_.visit(ROLE, lambda connection: _looked(connection, named(connection, table)))
+    """Show a capture or adoption, its differences, and its command."""
+    found = round_.visit(ROLE, lambda connection: _looked(connection, _one(connection, table)))
 
     def say() -> None:
         for where, looked in found.items():
@@ -201,17 +208,17 @@ def show(table: TableName, *, round_: Brokers, as_json: AsJson = False) -> None:
 
 @app.command()
 def remove(table: TableName, *, why: Why = "", yes: Yes = False, round_: Brokers) -> None:
-    """Remove a capture, with its triggers, its function and its backfills.
+    """Remove a capture or adoption, with triggers, function and backfills.
 
     Messages that were sent stay. Later changes of the table are not sent.
     """
-    found = round_.visit(ROLE, lambda connection: named(connection, table))
+    found = round_.visit(ROLE, lambda connection: _one(connection, table))
     round_.say_failures()
     if found:
         tables = ", ".join(f"{where} {item.called}" for where, item in found.items())
         confirm(f"Remove the capture of {tables}? Later changes are not sent.", yes=yes)
 
-    def drop(connection: psycopg.Connection[Any], capture: Capture) -> None:
+    def drop(connection: psycopg.Connection[Any], capture: Capture | Adoption) -> None:
         with connection.transaction():
             stored.remove(connection, capture)
             audit(connection, f"remove capture {capture.called}", [], why)
@@ -344,14 +351,32 @@ def _decide(round_: Round, table: str, verb: str, why: str) -> None:
 
 def _plain(looked: Looked) -> dict[str, Any]:
     capture = looked.capture
-    return {
+    same = {
         "table": capture.called,
         "service": capture.to_service,
         "from_service": capture.from_service,
         "message_type": capture.message_type,
-        "key": capture.key,
-        "columns": list(capture.columns),
-        "when": capture.condition,
+    }
+    if isinstance(capture, Adoption):
+        own: dict[str, Any] = {
+            "key": capture.fields.get("key"),
+            "columns": list(capture.columns),
+            "where": capture.condition,
+            "fields": dict(capture.fields),
+            "rows": capture.rows,
+            "mark": dict(capture.mark),
+            "order": capture.order,
+            "old": capture.old,
+        }
+    else:
+        own = {
+            "key": capture.key,
+            "columns": list(capture.columns),
+            "when": capture.condition,
+        }
+    return {
+        **same,
+        **own,
         "primary_key": list(capture.primary_key),
         "function": f"saf.{capture.function}",
         "created_at": capture.created_at.isoformat(),
@@ -365,29 +390,66 @@ def _details(looked: Looked) -> Iterator[tuple[str, str]]:
     yield "table", capture.called
     for number, found in enumerate(looked.differences):
         yield "" if number else "differs", found.what
-    yield "to", capture.to_service
+    yield "to", _service(capture)
     yield "sent by", capture.from_service or ""
-    yield (
-        "types",
-        ", ".join(f"{capture.message_type}.{op}" for op in ("insert", "update", "delete")),
-    )
-    yield "key", capture.key
-    yield "columns", ", ".join(capture.columns)
-    yield "when", capture.condition or ""
-    yield "rows matched by", ", ".join(capture.primary_key)
+    if isinstance(capture, Adoption):
+        yield "type", capture.message_type or ""
+        yield from capture.fields.items()
+        yield "where", capture.condition or ""
+        yield "rows", fate(capture)
+        yield "old rows", old_rows(capture)
+    else:
+        yield (
+            "types",
+            ", ".join(f"{capture.message_type}.{op}" for op in ("insert", "update", "delete")),
+        )
+        yield "key", capture.key
+        yield "columns", ", ".join(capture.columns)
+        yield "when", capture.condition or ""
+        yield "rows matched by", ", ".join(capture.primary_key)
     yield "function", f"saf.{capture.function}"
     yield "added", at(capture.created_at)
     yield "changed", at(capture.changed_at)
-    yield "written by", typed(capture)
+    yield (
+        "written by",
+        adoption.typed(capture) if isinstance(capture, Adoption) else stored.typed(capture),
+    )
+
+
+def _service(capture: Capture | Adoption) -> str:
+    if isinstance(capture, Adoption) and capture.to_service is None:
+        return capture.fields["to_service"]
+    return str(capture.to_service)
+
+
+def _key(capture: Capture | Adoption) -> str:
+    return capture.fields.get("key", "") if isinstance(capture, Adoption) else capture.key
+
+
+def fate(shape: rows.Shape) -> str:
+    """Return what becomes of rows, in words."""
+    if shape.rows == "mark":
+        return "marked: " + ", ".join(f"{name} = {text}" for name, text in shape.mark.items())
+    words = {"keep": "stay as they are", "delete": "are deleted", "instead": "are not written"}
+    return words[shape.rows]
+
+
+def old_rows(shape: rows.Shape) -> str:
+    """Return what becomes of rows that existed before, in words."""
+    if not shape.old:
+        return "left to the old relay"
+    return f"sent once, in the order of {shape.order or ', '.join(shape.primary_key)}"
 
 
 CAPTURES = Table[Looked](
-    *("table", "service", "key", "columns", "state"),
+    *("table", "service", "key", "columns", "adopted", "state"),
     things="captures",
     below="differs",
+    sparse=("adopted",),
     cells=lambda row: (
-        row.capture.called, row.capture.to_service, row.capture.key,
-        f"{len(row.capture.columns):,}", row.state,
+        row.capture.called, _service(row.capture), _key(row.capture),
+        f"{len(row.capture.columns):,}",
+        row.capture.rows if isinstance(row.capture, Adoption) else "", row.state,
         "; ".join(found.what for found in row.differences),
     ),
     plain=_plain,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from saf.capture import adoption, stored
+from saf.capture.adoption import Adoption
 from saf.capture.drift import drift
-from saf.capture.stored import command, listed
 from saf.operating.doctor.patient import Found, Patient, Severity
 from saf.operating.wording import age
 
@@ -20,18 +21,28 @@ ORDER BY 1
 
 def captures(patient: Patient) -> Found:
     """Report captures that differ: changes are missed, or statements of the application fail."""
-    for capture in listed(patient.connection):
+    for capture in adoption.every(patient.connection):
         for found in drift(patient.connection, capture):
-            again = patient.command(*command(capture))
             end = patient.command("capture", "remove", capture.quoted)
-            if found.fails:
-                cure = f"write the capture again, with columns that exist: {again}; or {end}"
-            elif found.misses:
-                cure = f"{again}; then `saf backfill` sends what was missed; or {end}"
+            if isinstance(capture, Adoption):
+                name, again = "adoption", patient.command(*adoption.command(capture))
+                missed = (
+                    "rows that were written meanwhile stay as they are"
+                    if capture.rows == "keep"
+                    else "it also sends what was missed"
+                )
             else:
-                cure = f"capture the table where its rows are written; or {end}"
+                name, again = "capture", patient.command(*stored.command(capture))
+                missed = "then `saf backfill` sends what was missed"
+            if found.fails:
+                cure = f"write the {name} again, with columns that exist: {again}; or {end}"
+            elif found.misses:
+                cure = f"{again}; {missed}; or {end}"
+            else:
+                verb = "adopt" if name == "adoption" else name
+                cure = f"{verb} the table where its rows are written; or {end}"
             severity: Severity = "error" if found.misses else "warning"
-            yield severity, f"capture of {capture.called!r}: {found.what}", cure
+            yield severity, f"{name} of {capture.called!r}: {found.what}", cure
 
 
 def backfills(patient: Patient) -> Found:

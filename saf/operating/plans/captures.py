@@ -83,7 +83,7 @@ def remove(connection: psycopg.Connection[Any], key: tuple[Any, ...]) -> None:
     stored.remove(connection, stored.named(connection, quoted(key[0])))
 
 
-def quoted(table: str) -> str:
+def quoted(table: str, part: str = "captures") -> str:
     """Return a table's name as in SQL, of its schema and name as they are.
 
     >>> quoted("sales.Orders")
@@ -94,7 +94,5 @@ def quoted(table: str) -> str:
     """
     schema, dot, name = table.partition(".")
     if not (schema and dot and name):
-        raise ConfigurationError(
-            f"captures.{table}: write the table with its schema: public.{table}"
-        )
+        raise ConfigurationError(f"{part}.{table}: write the table with its schema: public.{table}")
     return ".".join('"' + part.replace('"', '""') + '"' for part in (schema, name))

@@ -27,6 +27,10 @@
     key = "number"
     columns = ["number", "total"]
 
+    [brokers.shop.adoptions."public.outbox"] # an outbox table whose rows are messages
+    fields = { to_service = "topic", key = "aggregateid", body = "payload" }
+    rows = "delete"
+
     [brokers.shop.grants]
     shop_app = ["writer"]
 
@@ -58,10 +62,11 @@ from saf import config
 from saf.broker.fairness import Column, Fairness
 from saf.broker.grants import Kind
 from saf.broker.services import MOST_DELIVERIES
+from saf.capture.rows import Field, Rows
 from saf.config import ENCODING, Name, Settings, did_you_mean
 from saf.destinations.settings import Rate
 from saf.errors import ConfigurationError, UsageError
-from saf.operating.plans import captures, schedules
+from saf.operating.plans import adoptions, captures, schedules
 from saf.operating.plans.tables import CLASSES, TABLES, Entries, in_kinds, rights_of
 from saf.receiving.dispatch import stored
 from saf.routing import routers
@@ -219,6 +224,23 @@ class Capture(_Table):
     """Beginning of the message types. Default: the table's name."""
 
 
+class Adoption(_Table):
+    """An outbox table whose rows are messages; see `saf.capture.adoption.Declared`."""
+
+    fields: dict[Field, str]
+    """Columns of fields of messages, or expressions in parentheses."""
+    service: Name | None = None
+    message_type: Name | None = None
+    from_service: Name | None = None
+    where: str | None = None
+    rows: Rows = "keep"
+    mark: dict[str, str] = {}
+    order: str | None = None
+    """Column of the order of old rows; None: the primary key."""
+    old: bool = True
+    """False: existing rows are left to the old relay."""
+
+
 class BrokerPlan(_Table):
     """Plan of one broker; `saf.operating.plans.tables` has the same names."""
 
@@ -238,6 +260,8 @@ class BrokerPlan(_Table):
     routes: tuple[Route, ...] = ()
     schedules: dict[Name, Schedule] = {}
     captures: dict[str, Capture] = {}
+    """By table, with its schema."""
+    adoptions: dict[str, Adoption] = {}
     """By table, with its schema."""
     grants: dict[str, Annotated[tuple[Kind, ...], pydantic.Field(min_length=1)]] = {}
     senders: tuple[Sender, ...] = ()
@@ -283,6 +307,11 @@ class BrokerPlan(_Table):
             found["captures"] = {
                 (table,): captures.checked(table, values)
                 for (table,), values in found["captures"].items()
+            }
+        if "adoptions" in found:
+            found["adoptions"] = {
+                (table,): adoptions.checked(table, values)
+                for (table,), values in found["adoptions"].items()
             }
         if "routes" in found:
             found["routes"] = {

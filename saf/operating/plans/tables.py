@@ -35,7 +35,7 @@ from saf.database import fetch
 from saf.dialogs import contracts
 from saf.dialogs.contracts import message_types
 from saf.errors import ConfigurationError
-from saf.operating.plans import captures, schedules
+from saf.operating.plans import adoptions, captures, schedules
 from saf.receiving.dispatch import stored
 from saf.routing import routers, routes
 from saf.schedules import stored as stored_schedules
@@ -434,6 +434,15 @@ TABLES = (
         listed=captures.listed,
         create=captures.create,
         remove=lambda connection, key, _: captures.remove(connection, key),
+        changes=True,
+        observed=("triggers",),
+    ),
+    Table(
+        name="adoptions",
+        one="adoption of",
+        listed=adoptions.listed,
+        create=adoptions.create,
+        remove=lambda connection, key, _: adoptions.remove(connection, key),
         changes=True,
         observed=("triggers",),
     ),

@@ -180,7 +180,7 @@ MUTANTS: list[Mutant] = [
     ),
     mutant(
         "policies hide rows from a backfill",
-        BACKFILL,
+        STORED,
         "    connection.execute(ALL_ROWS)\n",
         "",
         f"{BACKFILLS}::test_policies_hide_no_rows_from_a_backfill",
