@@ -32,7 +32,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -301,7 +301,7 @@ def put(
         if same and found == [(reviewed.source,)] and not any(missing.values()):
             return Adopted(outcome="unchanged", messages=0)
         table = sql.Identifier(shape.schema, shape.table)
-        if shape.rows != "keep":
+        if shape.rows != "keep" and shape.old:
             # it also waits for a relay that holds locks on its rows
             connection.execute(sql.SQL(LOCK).format(table=table))
         connection.execute(PUT, _row(shape, new))
@@ -420,40 +420,33 @@ def _order(declared: Declared, table: TableFacts) -> str | None:
 def _check_rights(
     connection: psycopg.Connection[Any], shape: Shape, table: TableFacts, owner: str
 ) -> None:
-    needed = {
-        "keep": (),
-        "instead": (),
-        "mark": ("SELECT", "UPDATE"),
-        "delete": ("SELECT", "DELETE"),
-    }
-    if shape.rows == "instead" and shape.old:
-        _may(connection, table, ["DELETE"], connection.info.user)
-    for right in needed[shape.rows]:
-        _may(connection, table, [right], owner)
-    if shape.rows in ("mark", "delete"):
-        ((_, hidden, _),) = fetch(
-            connection, RIGHTS, {"oid": table.oid, "owner": owner, "right": "SELECT"}
+    if shape.rows == "keep":
+        return
+    right = "UPDATE" if shape.rows == "mark" else "DELETE"
+    if shape.old:
+        _may(connection, table, right, connection.info.user)
+    if shape.rows == "instead":
+        return
+    for needed in ("SELECT", right):
+        _may(connection, table, needed, owner)
+    ((_, hidden, _),) = fetch(
+        connection, RIGHTS, {"oid": table.oid, "owner": owner, "right": right}
+    )
+    if hidden:
+        raise ConfigurationError(
+            f"row-level security of table {table.called!r} hides rows from {owner!r}, who owns "
+            f"schema saf and could not {shape.rows} them: let that owner bypass it, or choose "
+            "--keep"
         )
-        if hidden:
-            raise ConfigurationError(
-                f"row-level security of table {table.called!r} hides rows from {owner!r}, who owns "
-                f"schema saf and could not {shape.rows} them: let that owner bypass it, or choose "
-                "--keep"
-            )
 
 
-def _may(
-    connection: psycopg.Connection[Any], table: TableFacts, rights: Sequence[str], role: str
-) -> None:
-    for right in rights:
-        ((may, _, name),) = fetch(
-            connection, RIGHTS, {"oid": table.oid, "owner": role, "right": right}
+def _may(connection: psycopg.Connection[Any], table: TableFacts, right: str, role: str) -> None:
+    ((may, _, name),) = fetch(connection, RIGHTS, {"oid": table.oid, "owner": role, "right": right})
+    if not may:
+        raise ConfigurationError(
+            f"{role!r} needs {right} on table {table.called!r}: let its owner run GRANT {right} ON "
+            f"{name} TO {sql.Identifier(role).as_string(None)}"
         )
-        if not may:
-            raise ConfigurationError(
-                f"{role!r} needs {right} on table {table.called!r}: let its owner run GRANT "
-                f"{right} ON {name} TO {sql.Identifier(role).as_string(None)}"
-            )
 
 
 def _check_instead(connection: psycopg.Connection[Any], shape: Shape, table: TableFacts) -> None:
@@ -572,7 +565,7 @@ def _held(connection: psycopg.Connection[Any], shape: Shape, seconds: float) -> 
         )
         raise ConfigurationError(
             f"the old rows of table {shape.called!r} could not be sent within {seconds:g} s, while "
-            f"its writers wait: it is not adopted. To go on, {way}"
+            f"its writers wait: it is not adopted. To continue, {way}"
         ) from None
     except _Changed:
         raise Unavailable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tests.mutants.listed import (
+    adoption,
     awaited,
     broker,
     capture,
@@ -49,6 +50,7 @@ from tests.mutants.listed import (
 from tests.mutants.mutant import Mutant
 
 PARTS: Mapping[str, Sequence[Mutant]] = {
+    "adoption": adoption.MUTANTS,
     "awaited": awaited.MUTANTS,
     "broker": broker.MUTANTS,
     "classifiers": classifiers.MUTANTS,

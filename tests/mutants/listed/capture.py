@@ -97,8 +97,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "partitions get no triggers of their own",
         STORED,
-        "            for relation in reviewed.table.relations\n        }",
-        "            for relation in reviewed.table.relations[:1]\n        }",
+        "    for relation in table.relations:\n",
+        "    for relation in table.relations[:1]:\n",
         f"{CAPTURES}::test_changes_of_partitions_are_sent_whatever_table_the_statement_names",
     ),
     mutant(
