@@ -46,7 +46,7 @@ from tests.captures import capture
 from tests.pipeline import connect
 from tests.roles import as_user, forbidden
 from tests.tiers import sized
-from tests.waits import until
+from tests.waits import blocked, until
 
 every_postgresql = pytest.mark.every_postgresql
 every_mode = pytest.mark.parametrize("mode", [*MODES])
@@ -284,8 +284,7 @@ def test_a_relay_that_has_a_row_in_hand_is_waited_for(
         with relay.transaction():
             relay.execute("SELECT FROM outbox_events WHERE body = '\"1\"' FOR UPDATE SKIP LOCKED")
             running = thread.submit(work)
-            time.sleep(0.4)
-            assert not running.done()
+            until(lambda: blocked(events))
             relay.execute("UPDATE outbox_events SET sent_at = now() WHERE body = '\"1\"'")
         assert running.result(timeout=20).messages == 1
     assert bodies(events) == ['"2"']
