@@ -6,8 +6,8 @@ to saf's own migrations. Without them, ``include_schemas=True`` drops these tabl
 Importing this module adds two operations, for an application that wants saf's schema in its own
 tree of revisions instead of running `saf migrate`:
 
-    op.saf_upgrade("0050")      # at least this revision of saf's schema
-    op.saf_downgrade("0050")    # back to this revision
+    op.saf_upgrade("0051")      # at least this revision of saf's schema
+    op.saf_downgrade("0051")    # back to this revision
 
 Both run on the connection of the migration around them, in its transaction. saf's own version stays
 in ``saf.alembic_version``. A database that already has the revision, or a newer one, stays as it

@@ -43,7 +43,7 @@ Connection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 
 T = TypeVar("T")
 
-REVISION = "0050"
+REVISION = "0051"
 """The Alembic revision of the schema that this library reads and writes."""
 SCHEMA_REVISION = "SELECT version_num FROM saf.alembic_version"
 # Not to_regclass: for a user without USAGE on the schema it fails, and with it the transaction.

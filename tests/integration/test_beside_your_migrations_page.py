@@ -228,7 +228,7 @@ def test_a_database_that_has_the_schema_joins_the_tree_with_its_messages(
 
 
 def test_a_failing_revision_leaves_neither_schema(empty: Dsn, tmp_path: Path) -> None:
-    own_tree(tmp_path, empty, **{'op.saf_upgrade("0050")': 'op.saf_upgrade("0050"); 1 / 0'})
+    own_tree(tmp_path, empty, **{'op.saf_upgrade("0051")': 'op.saf_upgrade("0051"); 1 / 0'})
     env = {"PATH": activated()}
     done = run(["alembic", "upgrade", "head"], env=env, cwd=tmp_path, tracebacks=True)
     assert "division by zero" in done.stderr
@@ -239,7 +239,7 @@ def test_a_failing_revision_leaves_neither_schema(empty: Dsn, tmp_path: Path) ->
 def test_an_older_revision_than_the_package_knows_means_its_first(
     empty: Dsn, tmp_path: Path
 ) -> None:
-    own_tree(tmp_path, empty, **{'"0050")': '"0012", shards=7)'})
+    own_tree(tmp_path, empty, **{'"0051")': '"0012", shards=7)'})
     shell("alembic upgrade head", tmp_path, empty)
     with connect(empty) as connection:
         assert fetch(
@@ -255,14 +255,14 @@ def test_an_older_revision_than_the_package_knows_means_its_first(
             *('saf_upgrade("head")', "'head' is not a revision of saf's schema"),
             marks=pytest.mark.full,
         ),
-        ('saf_upgrade("0050", shards=0)', "shards: expected a number from 1 to 1024, got 0"),
+        ('saf_upgrade("0051", shards=0)', "shards: expected a number from 1 to 1024, got 0"),
         pytest.param(
             *('saf_downgrade("base")', "'base' is not a revision of saf's schema"),
             marks=pytest.mark.full,
         ),
         (
             "get_context()\n    with op.get_context().autocommit_block():\n"
-            '        op.saf_upgrade("0050")',
+            '        op.saf_upgrade("0051")',
             "in autocommit and no transaction is open",
         ),
     ],
@@ -270,7 +270,7 @@ def test_an_older_revision_than_the_package_knows_means_its_first(
 def test_a_wrong_operation_fails_with_a_sentence(
     empty: Dsn, tmp_path: Path, operation: str, said: str
 ) -> None:
-    own_tree(tmp_path, empty, **{'saf_upgrade("0050")': operation})
+    own_tree(tmp_path, empty, **{'saf_upgrade("0051")': operation})
     done = run(["alembic", "upgrade", "head"], env={"PATH": activated()}, cwd=tmp_path)
     assert done.returncode != 0
     assert said in done.stdout + done.stderr

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from saf.broker.migrate import apply, baseline
 
-revision = "0050"
-down_revision = "0049"
+revision = "0051"
+down_revision = "0050"
 
 REFUSE = """
 DO $$ BEGIN
     IF EXISTS (SELECT FROM saf.capture WHERE adopted IS NOT NULL) THEN
-        RAISE EXCEPTION USING MESSAGE = 'outbox tables are adopted, and revision 0049 has no '
+        RAISE EXCEPTION USING MESSAGE = 'outbox tables are adopted, and revision 0050 has no '
             'place for them: remove them with `saf capture remove`';
     END IF;
 END $$;
