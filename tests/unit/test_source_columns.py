@@ -150,6 +150,15 @@ def test_large_bodies_and_headers_are_dead_letters_between_their_neighbours() ->
     ]  # fmt: skip
 
 
+def test_a_body_that_its_kind_could_not_decode_is_a_dead_letter() -> None:
+    found = records(OURS)
+    found[4] = found[4]._replace(problem="its schema is unknown")
+    equal(found)
+    equal([one._replace(problem="its schema is unknown") for one in found])
+    dead = columns.table(DECODER, 3, found).to_pylist()[4]
+    assert (dead["reason"], dead["error"]) == ("undecodable", "its schema is unknown")
+
+
 def test_records_of_several_writers_stay_in_their_order() -> None:
     chance = random.Random(7)
     found = [*chain.from_iterable(records(form) for form in FORMS.values())]

@@ -9,7 +9,8 @@
 A position is the offset of the next record. Only committed records are read. Nothing is written at
 the cluster: offsets are not committed there, and no group is joined. The user needs Describe and
 Read on the topic. A record's key is the message's key, unless the settings name a header.
-`saf.sources.kafka.topic` reads the topic. The client is the extra ``kafka``.
+`saf.sources.kafka.topic` reads the topic. The client is the extra ``kafka``. With
+``schema_registry``, `saf.sources.kafka.bodies` decodes bodies, with the extra ``kafka-schemas``.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ LOGIN = (
     *("ca_file", "certificate_file", "key_file", "key_password"),
 )
 """Settings that mean the same as those of a destination."""
+REGISTRY = tuple(f"schema_registry{name}" for name in ("", "_username", "_password", "_ca_file"))
 
 
 class Kafka(SourceSettings):
@@ -82,6 +84,16 @@ class Kafka(SourceSettings):
     key_password: SecretStr | None = None
     """With TLS: the password of that key, if it has one."""
 
+    schema_registry: str | None = None
+    """Address of the schema registry that bodies are encoded with, in Avro or JSON Schema; they are
+    decoded to JSON. Default: bodies stay as they are."""
+    schema_registry_username: str | None = None
+    """The registry's user."""
+    schema_registry_password: SecretStr | None = None
+    """The registry's password."""
+    schema_registry_ca_file: Path | None = None
+    """CA certificates that verify the registry's. Default: those of the package certifi."""
+
     @model_validator(mode="after")
     def _has_what_its_protocol_needs(self) -> Self:
         self.as_destination()
@@ -89,5 +101,8 @@ class Kafka(SourceSettings):
 
     def as_destination(self) -> Destination:
         """Return the settings of a destination at the same cluster, whose clients are used."""
-        login = {name: value for name in LOGIN if (value := getattr(self, name)) is not None}
+        names = (*LOGIN, *REGISTRY)
+        login = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if any(name in login for name in REGISTRY):
+            login["format"] = "avro"  # a destination has a registry only if it encodes
         return Destination(brokers=self.brokers, **login).bounded(self.bounds)

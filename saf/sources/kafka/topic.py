@@ -11,12 +11,15 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient
 
 from saf.destinations.kafka.client import HARMLESS, Voices, settings_of, translated
+from saf.destinations.mapping import CONTENT_TYPE
+from saf.destinations.settings import client_needed
 from saf.errors import Unavailable
 from saf.sources import GONE, MOST_BYTES, Extent, Position, Record, Records
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from saf.sources.kafka import Kafka
+    from saf.sources.kafka.bodies import Bodies
 
 AT_ONCE = 1_000
 """Most records to take from a consumer in one call."""
@@ -50,6 +54,8 @@ class Topic:
         self.settings = settings
         self._destination = settings.as_destination()
         self._voices = Voices()
+        self._bodies: Bodies | None = None
+        """Decodes bodies, if the settings name a schema registry."""
         self._known_id: tuple[str | None, float] = (None, float("-inf"))
         """The topic's id, and until when it need not be asked for again."""
         self._admin: AdminClient | None = None
@@ -147,11 +153,28 @@ class Topic:
                     records.append(_record(at, message))
                 else:  # the end of the readable records
                     at = max(at, (0, offset))
+        if self._destination.encodes:
+            records = [self._decoded(record) for record in records]
         self._next[shard] = at
         return Records(extent=extent, records=records, added=at[1], end=at)
 
+    def _decoded(self, record: Record) -> Record:
+        """Return a record whose body is JSON, or that says why it cannot be."""
+        if self._bodies is None:
+            with client_needed(self.what, "kafka-schemas"):
+                module = import_module("saf.sources.kafka.bodies")
+            self._bodies = module.Bodies(self.what, self._destination)
+        body = self._bodies.decoded(record.body)
+        if not isinstance(body, bytes):
+            return record._replace(problem=body.why)
+        headers = {**record.headers, CONTENT_TYPE: b"application/json"}
+        return record._replace(body=body, headers=headers)
+
     def close(self) -> None:
         """Close the clients."""
+        bodies, self._bodies = self._bodies, None
+        if bodies is not None:
+            bodies.close()
         consumers, self._consumers = self._consumers, {}
         self._next = {}
         self._ended.clear()

@@ -1,0 +1,161 @@
+"""Bodies that a schema registry's clients have encoded: read back as JSON, or dead letters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from uuid import uuid4
+
+import pytest
+from confluent_kafka import Producer
+from pydantic import ValidationError
+
+from saf.database import Dsn, fetch
+from saf.destinations.kafka import Kafka as Destination
+from saf.errors import Unavailable
+from saf.sources.kafka import Kafka
+from tests.contract.test_source_conformance import make
+from tests.kafka_server import BOUNDS, KafkaServer
+from tests.pipeline import bodies, connect, forward
+from tests.receivers import prepare
+from tests.schema_registry import SchemaRegistry, schema_registry
+from tests.topics import arrived, dead, read
+
+AVRO = {
+    "type": "record", "name": "Paid",
+    "fields": [
+        {"name": "order", "type": "string"},
+        {"name": "at", "type": {"type": "long", "logicalType": "timestamp-micros"}},
+        {"name": "day", "type": {"type": "int", "logicalType": "date"}},
+        {"name": "total", "type": {
+            "type": "bytes", "logicalType": "decimal", "precision": 9, "scale": 2,
+        }},
+        {"name": "key", "type": {"type": "string", "logicalType": "uuid"}},
+        {"name": "raw", "type": "bytes"},
+        {"name": "note", "type": ["null", "string"], "default": None},
+    ],
+}  # fmt: skip
+BODY = {
+    "order": "grüezi", "at": "2026-01-31T12:00:00.000001+00:00", "day": "2026-01-31",
+    "total": "1.50", "key": "00000000-0000-0000-0000-000000000007", "raw": "AP8=", "note": None,
+}  # fmt: skip
+OBJECT = {"type": "object", "required": ["order"]}
+
+
+SCHEMAS = {
+    "avro": {"schema": json.dumps(AVRO)},
+    "json-schema": {"schema": json.dumps(OBJECT), "schemaType": "JSON"},
+}
+
+
+@pytest.fixture
+def registry() -> Iterator[SchemaRegistry]:
+    with schema_registry() as registry:
+        yield registry
+
+
+@pytest.fixture
+def topic() -> str:
+    return f"t{uuid4().hex[:8]}"
+
+
+def source(server: KafkaServer, topic: str, registry: SchemaRegistry) -> Kafka:
+    settings = Kafka(
+        brokers=server.address, topic=f"{topic}.billing", service="billing",
+        schema_registry=registry.address,
+    )  # fmt: skip
+    return settings.bounded(BOUNDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", SCHEMAS)
+def test_what_a_destination_encodes_a_source_reads_back(
+    app: Dsn, mom: Dsn, running_kafka: KafkaServer, registry: SchemaRegistry, form: str
+) -> None:
+    topic = f"t{uuid4().hex[:8]}"
+    prepare(mom)
+    registry.register(f"{topic}.billing-value", SCHEMAS[form])
+    destination = Destination.model_validate({
+        "brokers": running_kafka.address, "topic": f"{topic}.{{service}}",
+        "marks_topic": f"{topic}.marks", "format": form, "schema_registry": registry.address,
+    })  # fmt: skip
+    send = """
+    INSERT INTO saf.outbox (to_service, key, headers, body)
+    VALUES ('billing', 'A-1', '{"content-type": "application/json"}', convert_to(%s, 'UTF8'))
+    """
+    with connect(app) as connection:
+        for _ in range(40):
+            connection.execute(send, [json.dumps(BODY)])
+        sent = [
+            id_ for (id_,) in fetch(connection, "SELECT message_id FROM saf.outbox ORDER BY id")
+        ]
+    receipts = forward(app, there=destination.bounded(BOUNDS))
+    assert not [receipt.error for receipt in receipts if receipt.error]
+    turn = read(source(running_kafka, topic, registry), mom)
+    assert (turn.messages, turn.dead) == (40, 0)
+    found = arrived(mom)
+    assert [row["message_id"] for row in found] == sent
+    assert all(json.loads(row["body"]) == BODY for row in found)
+    assert {row["headers"]["content-type"] for row in found} == {"application/json"}
+
+
+@pytest.mark.slow
+def test_a_body_that_cannot_be_decoded_is_a_dead_letter_that_says_why(
+    mom: Dsn, running_kafka: KafkaServer, topic: str, registry: SchemaRegistry
+) -> None:
+    prepare(mom)
+    registry.register("x", {"schema": json.dumps(OBJECT), "schemaType": "JSON"})
+    registry.register("y", {"schema": json.dumps(AVRO)})
+    registry.register("z", {"schema": "", "schemaType": "PROTOBUF"})
+    make(running_kafka, f"{topic}.billing", 1)
+    producer = Producer(running_kafka.client())
+    good = b"\0\0\0\0\x01" + b'{"order": 1}'
+    bad = {
+        b"plain": "does not begin with the id of a schema",
+        b"\0\0\0\0\x09{}": "the schema registry has no schema 9",
+        b"\0\0\0\0\x01{": "does not match schema 1",
+        b"\0\0\0\0\x02{": "does not match schema 2",
+        b"\0\0\0\0\x03x": "schema 3 is PROTOBUF: only AVRO and JSON can be read",
+    }
+    for body in (good, *bad, good, b""):
+        producer.produce(f"{topic}.billing", body)
+    producer.flush(30)
+    turn = read(source(running_kafka, topic, registry), mom)
+    assert (turn.messages, turn.dead) == (3, len(bad))
+    assert bodies(mom) == ['{"order": 1}', '{"order": 1}', ""]
+    assert [(reason, body) for reason, _, body in dead(mom)] == [
+        ("undecodable", body) for body in bad
+    ]
+    with connect(mom) as connection:
+        said = fetch(connection, "SELECT error FROM saf.dead_letter ORDER BY dead_letter_id")
+    for (error,), expected in zip(said, bad.values(), strict=True):
+        assert expected in error
+
+
+@pytest.mark.slow
+def test_a_registry_that_does_not_answer_loses_nothing(
+    mom: Dsn, running_kafka: KafkaServer, topic: str
+) -> None:
+    prepare(mom)
+    with schema_registry() as registry:
+        settings = source(running_kafka, topic, registry)
+        registry.register("x", {"schema": json.dumps(OBJECT), "schemaType": "JSON"})
+    make(running_kafka, settings.topic, 1)
+    producer = Producer(running_kafka.client())
+    producer.produce(settings.topic, b"\0\0\0\0\x01" + b'{"order": 1}')
+    producer.flush(30)
+    with pytest.raises(Unavailable, match="schema registry"):
+        read(settings, mom)
+    assert bodies(mom) == []
+    with schema_registry() as registry:
+        registry.register("x", {"schema": json.dumps(OBJECT), "schemaType": "JSON"})
+        read(settings.model_copy(update={"schema_registry": registry.address}), mom)
+    assert bodies(mom) == ['{"order": 1}']
+
+
+def test_settings_of_a_registry_belong_together() -> None:
+    given = {"brokers": "x:9092", "topic": "t", "service": "billing"}
+    with pytest.raises(ValidationError, match="needs schema_registry"):
+        Kafka.model_validate({**given, "schema_registry_username": "saf"})
+    with pytest.raises(ValidationError, match="is not the address of a schema registry"):
+        Kafka.model_validate({**given, "schema_registry": "registry:8081"})
