@@ -13,6 +13,8 @@ READER = "saf/sources/reader.py"
 OWNERSHIP = "saf/sources/ownership.py"
 STORING = "saf/sources/storing.py"
 STREAM = "saf/sources/redis/stream.py"
+BODIES = "saf/sources/kafka/bodies.py"
+SCHEMAS = "contract/test_source_schemas.py::"
 TOPICS = "saf/operating/repair/reconcile/topics.py"
 RECONCILED = "contract/test_source_reconciled.py::"
 NATS = "contract/test_source_nats.py::TestNats::"
@@ -496,5 +498,47 @@ MUTANTS = (
         'return "behind" if self.pending else "up to date"',
         'return "up to date"',
         "ui/test_ui_sources.py::test_a_source_is_shown_with_its_topic_and_what_was_not_read_yet",
+    ),
+    mutant(
+        "a_body_without_the_prefix_of_a_registry_is_cut",
+        BODIES,
+        "if len(body) < PREFIX or body[0] != 0:",
+        "if len(body) < PREFIX:",
+        SCHEMAS + "test_a_body_that_cannot_be_decoded_is_a_dead_letter_that_says_why",
+    ),
+    mutant(
+        "a_schema_that_the_registry_lacks_stops_the_source",
+        BODIES,
+        "if error.http_status_code == NOT_FOUND:",
+        "if error.http_status_code == 0:",
+        SCHEMAS + "test_a_body_that_cannot_be_decoded_is_a_dead_letter_that_says_why",
+    ),
+    mutant(
+        "a_body_with_a_schema_of_protobuf_is_taken_for_avro",
+        BODIES,
+        'if kind != "AVRO":',
+        'if kind == "":',
+        SCHEMAS + "test_a_body_that_cannot_be_decoded_is_a_dead_letter_that_says_why",
+    ),
+    mutant(
+        "json_that_is_none_is_stored_as_json",
+        BODIES,
+        "    json.loads(body)\n    return body",
+        "    return body",
+        SCHEMAS + "test_a_body_that_cannot_be_decoded_is_a_dead_letter_that_says_why",
+    ),
+    mutant(
+        "bytes_of_avro_are_not_base64",
+        BODIES,
+        "return base64.b64encode(value).decode()",
+        'return value.decode("latin-1")',
+        SCHEMAS + "test_what_a_destination_encodes_a_source_reads_back",
+    ),
+    mutant(
+        "a_decoded_body_keeps_the_content_type_of_avro",
+        "saf/sources/kafka/topic.py",
+        'headers = {**record.headers, CONTENT_TYPE: b"application/json"}',
+        "headers = record.headers",
+        SCHEMAS + "test_what_a_destination_encodes_a_source_reads_back",
     ),
 )
