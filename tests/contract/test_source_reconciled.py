@@ -12,7 +12,7 @@ import pytest
 from saf import receive
 from saf.config import load
 from saf.database import Dsn, fetch
-from saf.errors import SourceSetBack
+from saf.errors import SourceSetBack, UsageError
 from saf.operating.maintenance import purge_broker
 from saf.operating.repair.reconcile import topics
 from saf.operating.repair.reconcile.topics import Compared, compare
@@ -119,6 +119,16 @@ def test_a_topic_that_was_set_back_is_refused_and_not_compared(
     queue.client().xadd(TOPIC, {"body": "0"}, id=first)
     with pytest.raises(SourceSetBack):
         compared()
+
+
+def test_a_queue_which_keeps_nothing_cannot_be_compared(tmp_path: Path) -> None:
+    file = tmp_path / "saf.toml"
+    file.write_text(
+        '[destinations.mom]\ndsn = "dbname=mom"\n[sources.payments]\nkind = "rabbitmq"\n'
+        'server = "amqp://x"\ntopic = "t"\nservice = "billing"\n'
+    )
+    with pytest.raises(UsageError, match="is a queue: its messages are gone"):
+        compare(load(file), "payments")
 
 
 def test_the_command_says_what_is_missing_and_exits_with_1(

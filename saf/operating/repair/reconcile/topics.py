@@ -107,9 +107,15 @@ def compare(
     Raises:
         Unavailable: the topic's broker or the inbox does not answer.
         SourceRefused: the topic is not what was read.
+        UsageError: the topic is a queue.
         UsageError: the topic is a queue, which no longer has what was read.
     """
     source = named(settings, name)
+    if source.window is not None:
+        raise UsageError(
+            f"source {name!r}: topic {source.topic!r} is a queue: its messages are gone once they "
+            "are stored, so nothing is left to compare"
+        )
     into, dsn = settings.inbox_for(name)
     with (
         open_side(into, f"destination {into!r}", dsn, "inbox") as side,
