@@ -1,4 +1,4 @@
-"""Rounds from a queue: `python -m tests.crash --from redis`, or kafka.
+"""Rounds from a queue: `python -m tests.crash --from redis`, or another one.
 
 The application's messages go to topics of a queue, and readers store the topics in the inbox of the
 MOM store: PostgreSQL, a queue, PostgreSQL, with saf at both ends. Besides what goes wrong on the
@@ -28,6 +28,8 @@ from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.runner import InProcess
 from saf.forwarding.summary import Summary
 from saf.sources.kafka import Kafka
+from saf.sources.nats import Nats
+from saf.sources.rabbitmq_stream import RabbitmqStream
 from saf.sources.redis import Redis
 from saf.sources.settings import SourceSettings
 from tests.crash.checker import Verdict
@@ -35,7 +37,14 @@ from tests.crash.consumers import CONSUMED
 from tests.crash.faults import stop_one
 from tests.crash.forwarders import LEASE_SECONDS
 from tests.crash.plan import OF_SOURCE, QUALITIES, Fault, Plan
-from tests.crash.queues import KafkaSite, QueueSite, RedisSite, plan_to
+from tests.crash.queues import (
+    KafkaSite,
+    NatsSite,
+    QueueSite,
+    RabbitmqStreamSite,
+    RedisSite,
+    plan_to,
+)
 from tests.crash.stall import listen
 from tests.kafka_server import KafkaQueue
 
@@ -163,7 +172,36 @@ class KafkaSources(SourceSite, KafkaSite):
         return settings.bounded(self.queue.settings().bounds)
 
 
-SOURCES: Mapping[str, type[SourceSite]] = {"redis": RedisSources, "kafka": KafkaSources}
+class NatsSources(SourceSite, NatsSite):
+    """From a stream of a NATS server."""
+
+    def topic(self, service: str) -> SourceSettings:
+        return Nats(
+            server=f"nats://127.0.0.1:{self.queue.port}",
+            topic=f"saf.{service}",
+            service=service,
+            chunk_rows=7,
+        )
+
+
+class RabbitmqStreamSources(SourceSite, RabbitmqStreamSite):
+    """From streams of a RabbitMQ server."""
+
+    def topic(self, service: str) -> SourceSettings:
+        return RabbitmqStream(
+            server=f"rabbitmq-stream://127.0.0.1:{self.queue.port}",
+            topic=service,
+            service=service,
+            chunk_rows=7,
+        )
+
+
+SOURCES: Mapping[str, type[SourceSite]] = {
+    "redis": RedisSources,
+    "kafka": KafkaSources,
+    "nats": NatsSources,
+    "rabbitmq_stream": RabbitmqStreamSources,
+}
 
 
 def reader(mom: Dsn, sources: Mapping[str, SourceSettings], refused: Path) -> None:
