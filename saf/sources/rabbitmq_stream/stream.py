@@ -135,9 +135,7 @@ class Stream:
             first=(0, first.first + 1),
             added=end,
             removed=first.first,
-            topic_id=f"its first chunk is of {_moment(first).isoformat()}"
-            if not first.first
-            else None,
+            topic_id=f"{_moment(first).isoformat()} (its first chunk)" if not first.first else None,
         )
 
     def _look(self, connection: Connection, where: bytes) -> Chunk | None:

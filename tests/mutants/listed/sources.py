@@ -234,8 +234,8 @@ MUTANTS = (
     mutant(
         "the_time_of_a_streams_first_chunk_is_ignored",
         RABBIT_STREAM,
-        "            if not first.first\n",
-        "            if first.first\n",
+        "if not first.first else None",
+        "if first.first else None",
         RABBIT + "test_a_stream_made_again_with_more_messages_is_refused",
     ),
     mutant(

@@ -107,7 +107,6 @@ def compare(
     Raises:
         Unavailable: the topic's broker or the inbox does not answer.
         SourceRefused: the topic is not what was read.
-        UsageError: the topic is a queue.
         UsageError: the topic is a queue, which no longer has what was read.
     """
     source = named(settings, name)
@@ -130,11 +129,6 @@ def compare(
         found = Compared(name=name, topic=source.topic, into=into, range=compared)
         topic.connect()
         extents = [topic.extent(shard) for shard in range(topic.partitions())]
-        if any(extent.waiting is not None for extent in extents):
-            raise UsageError(
-                f"source {name!r}: topic {source.topic!r} is a queue, which no longer has the "
-                "messages that were read: there is nothing to compare"
-            )
         for partition in known.partitions:
             extent = extents[partition.shard] if partition.shard < len(extents) else GONE
             if error := judge(name, source.topic, partition, extent):
