@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined] # it is public
 
 from saf.database.bounds import Bounds
 from saf.destinations.kafka import Kafka
@@ -226,6 +226,14 @@ class LossyKafka(Lossy):
         """What the broker says, with this port in place of its own."""
         here, there = (struct.pack(">i", port) for port in (self.port, self._there))
         return data.replace(b"127.0.0.1" + there, b"127.0.0.1" + here)
+
+
+def make(server: KafkaServer, topic: str, partitions: int = 2) -> None:
+    """Create a topic unless it exists."""
+    admin = server.admin()
+    if topic not in admin.list_topics(timeout=30).topics:
+        for answer in admin.create_topics([NewTopic(topic, partitions, 1)]).values():
+            answer.result()
 
 
 @contextmanager

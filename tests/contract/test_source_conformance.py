@@ -10,7 +10,6 @@ from uuid import uuid4
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
-from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined] # it is public
 
 from saf.database.bounds import Bounds
 from saf.errors import RetentionPassed
@@ -23,7 +22,7 @@ from saf.sources.rabbitmq import Rabbitmq
 from saf.sources.rabbitmq_stream import RabbitmqStream
 from saf.sources.redis import Redis
 from saf.testing.source_conformance import QueueConformance, SourceConformance, Written
-from tests.kafka_server import KafkaServer
+from tests.kafka_server import KafkaServer, make
 from tests.nats_server import NatsServer, nats_server
 from tests.rabbitmq_server import Queues, RabbitmqServer
 from tests.redis_server import RedisServer, redis_server
@@ -271,14 +270,6 @@ def test_a_second_question_about_a_partition_of_kafka_loses_no_record(
         source._consumers[0] = cast("Consumer", Hesitating(source._consumers[0]))
         rest = source.read(0, first[-1].position, 20).records
     assert [int(one.body) for one in (*first, *rest)] == [*range(10)]
-
-
-def make(server: KafkaServer, topic: str, partitions: int = 2) -> None:
-    """Create a topic unless it exists."""
-    admin = server.admin()
-    if topic not in admin.list_topics(timeout=30).topics:
-        for answer in admin.create_topics([NewTopic(topic, partitions, 1)]).values():
-            answer.result()
 
 
 def _end(server: KafkaServer, topic: str, partition: int) -> int:

@@ -14,8 +14,7 @@ from saf.database import Dsn, fetch
 from saf.destinations.kafka import Kafka as Destination
 from saf.errors import Unavailable
 from saf.sources.kafka import Kafka
-from tests.contract.test_source_conformance import make
-from tests.kafka_server import BOUNDS, KafkaServer
+from tests.kafka_server import BOUNDS, KafkaServer, make
 from tests.pipeline import bodies, connect, forward
 from tests.receivers import prepare
 from tests.schema_registry import SchemaRegistry, schema_registry
