@@ -351,6 +351,10 @@ ca_file = "/etc/ssl/kafka-ca.pem"
 certificate_file = "/etc/ssl/saf.pem"
 key_file = "/etc/ssl/saf.key"
 key_password = "${KAFKA_KEY_PASSWORD}"
+schema_registry = "https://registry.example.com:8081"
+schema_registry_username = "saf"
+schema_registry_password = "${KAFKA_PASSWORD}"
+schema_registry_ca_file = "/etc/ssl/registry-ca.pem"
 
 [sources.refunds]
 kind = "kafka"
