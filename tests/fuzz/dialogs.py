@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from saf.dialogs.arrival import is_harmless
 from saf.dialogs.assembly import is_fragment, whole
 from saf.dialogs.dialog import split
-from saf.dialogs.endpoints import introduction
 from saf.dialogs.facts import LARGEST, fork, incarnation, read_lineage, said_by
+from saf.dialogs.introduction import introduction
 from saf.dialogs.passing import _error
 from saf.dialogs.set_back import _lineage, _standing
 from saf.dialogs.statements import COMPARE, END, ERROR, TIMER
