@@ -24,7 +24,11 @@ CREATE TABLE outbox_events (
 """
 """A table as many applications make their own."""
 MAP = {"to_service": "topic", "key": "aggregateid", "message_type": "type", "body": "body"}
-PENDING = {"condition": "sent_at IS NULL", "rows": "mark", "mark": {"sent_at": "now()"}}
+PENDING: dict[str, Any] = {
+    "condition": "sent_at IS NULL",
+    "rows": "mark",
+    "mark": {"sent_at": "now()"},
+}
 
 DEBEZIUM = """
 CREATE TABLE outbox (

@@ -328,9 +328,9 @@ class Writers:
                     for _ in range(chance.randint(1, 3)):
                         ((number,),) = fetch(
                             connection,
-                            "UPDATE keys SET written = written + 1 WHERE key = %s "
+                            "UPDATE keys SET written = written + 1 WHERE key = %(key)s "
                             "RETURNING written",
-                            (key,),
+                            {"key": key},
                         )
                         write(connection, number, key=str(key))
                 time.sleep(chance.random() * 0.004)
@@ -508,7 +508,7 @@ def test_values_become_the_fields_of_messages(
     body: bytes,
     content_type: str,
 ) -> None:
-    source.execute(VALUES.format(headers=types[0], body=types[1]))  # type: ignore[arg-type]
+    source.execute(VALUES.format(headers=types[0], body=types[1]))
     row = (1, MESSAGE, "billing", "1.50", "Placed", '{"trace": "x", "SAF-Whole": 1}', value)
     insert = "INSERT INTO box VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s)"
     source.execute("SET TimeZone = 'America/New_York'")
@@ -633,9 +633,7 @@ def test_an_old_row_that_saf_refuses_is_named_and_not_shown(
     events: psycopg.Connection[Any], mode: str, values: str, problem: str
 ) -> None:
     write(events, 1)
-    events.execute(
-        f"INSERT INTO outbox_events (topic, aggregateid, type, body) VALUES ({values})"  # type: ignore[arg-type]
-    )
+    events.execute(f"INSERT INTO outbox_events (topic, aggregateid, type, body) VALUES ({values})")
     with pytest.raises(ConfigurationError, match=problem) as why:
         adopt(events, **MODES[mode])
     assert "secret" not in str(why.value)
@@ -787,7 +785,7 @@ def test_the_owner_of_the_schema_needs_the_rights_that_the_trigger_uses(
                     ConfigurationError, match=f"GRANT {needed} ON public.outbox_events TO .saf_ow"
                 ):
                     adopt(events, **given)
-                events.execute(f"GRANT {needed} ON outbox_events TO saf_owner")  # type: ignore[arg-type]
+                events.execute(f"GRANT {needed} ON outbox_events TO saf_owner")
             adopt(events, **given)
             write(events, right)
             stored.remove(events, adoption.listed(events)[0])
@@ -874,7 +872,7 @@ VALUES (gen_random_uuid(), %s, 'shop.Placed', %s, now(), %s)
 def test_modulith_publications_become_messages_and_are_completed(
     source: psycopg.Connection[Any], table: str
 ) -> None:
-    source.execute(table)  # type: ignore[arg-type]
+    source.execute(table)
     for listener, event, completed_at in (
         ("shop.Out", '{"n":1}', None),
         ("shop.Out", '{"n":2}', DAY),
@@ -918,7 +916,7 @@ def test_masstransits_rows_become_messages_and_are_gone(source: psycopg.Connecti
 
     def insert(number: int, headers: str | None) -> list[tuple[Any, ...]]:
         values = (headers, outbox_id, UUID(int=number), f'{{"n":{number}}}', conversation, DAY)
-        return fetch(source, SEND, values)
+        return source.execute(SEND, values).fetchall()
 
     insert(11, '{"trace": "a"}')
     given: dict[str, Any] = {"table": '"OutboxMessage"', "fields": {}, "service": "billing"}
