@@ -137,7 +137,9 @@ class RabbitmqServer(Restartable):
     def publish(self, stream: str, messages: Sequence[bytes], **arguments: str) -> None:
         """Add entries to a stream, which is created if it does not exist."""
         with self.connected() as one:
-            one.create(stream, {name.replace("_", "-"): value for name, value in arguments.items()})
+            if stream not in one.replicas([stream]):
+                limits = {name.replace("_", "-"): value for name, value in arguments.items()}
+                one.create(stream, limits)
             one.declare({0: ("", stream)})
             for first in range(0, len(messages), 1_000):
                 part = messages[first : first + 1_000]
