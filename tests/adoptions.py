@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import psycopg
@@ -15,7 +14,6 @@ from tests.pipeline import connect
 SENT = """
 SELECT key, message_type, to_service, convert_from(body, 'UTF8') FROM saf.outbox ORDER BY id
 """
-ROWS_OF_KILLS = 4000
 
 EVENTS = """
 CREATE TABLE outbox_events (
@@ -125,4 +123,3 @@ MODES: dict[str, dict[str, Any]] = {
     "delete": {"rows": "delete"},
     "instead": {"rows": "instead"},
 }
-counter = itertools.count
