@@ -1,8 +1,9 @@
-"""Topics read into an inbox, beside the queue's usual client, which reads and drops, in one run.
+"""Topics read into an inbox, beside other readers of the same topics, in one run.
 
-The topics have messages of 200 bytes as saf writes them, with eight headers each, and as another
-writer does, with a key and no headers. The bare client decodes nothing and stores nothing. Inbox,
-server and reader share the machine.
+The usual client of the queue reads and drops: it decodes nothing and stores nothing. Kafka Connect
+writes a topic into a table (`benchmarks.kafka_connect`). The topics have messages of 200 bytes as
+saf writes them, with eight headers each, and as another writer does, with a key and no headers.
+Inbox, server and reader share the machine.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from psycopg.conninfo import make_conninfo
+
+from benchmarks import kafka_connect
 from benchmarks.drain import machine_cpu
 from benchmarks.stage import Stage, execute, per_second
+from benchmarks.table import ADDRESS, by_network
 from saf.broker.services import create_service
 from saf.config import Settings
+from saf.database import Dsn
 from saf.destinations.settings import DestinationSettings
 from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.runner import InProcess
@@ -30,6 +37,7 @@ from saf_demo.kinds import serve
 MESSAGES = 200_000
 ROUNDS = 5
 WARM_UP = 1
+ROUNDS_OF_PEERS = 3
 AT_ONCE = 1_000
 BYTES = 200
 PARTITIONS = 4
@@ -45,6 +53,8 @@ class Topic:
     bare: Callable[[], int]
     """Reads and drops all messages, and returns their number."""
     goal: str
+    peers: Mapping[str, Callable[[], float]] = field(default_factory=dict)
+    """Other readers, which return the seconds that they take."""
 
 
 def run(stage: Stage) -> None:
@@ -52,8 +62,10 @@ def run(stage: Stage) -> None:
     with stage.mom.connect(role="bench", autocommit=True) as connection:
         create_service(connection, "billing")
     stage.fill(MESSAGES, BYTES)
+    by_network(stage)
+    folder = Path(stage.server.data_dir).parent
     for served in (redis_streams, kafka_topics):
-        with served(stage, Path(stage.server.data_dir).parent) as topics:
+        with served(stage, folder) as topics:
             for topic in topics:
                 compare(stage, topic)
 
@@ -125,12 +137,18 @@ def kafka_topics(stage: Stage, folder: Path) -> Iterator[list[Topic]]:
                     count += len(consumer.consume(AT_ONCE, 1.0))
             return count
 
+        def connect(topic: str) -> float:
+            to = Dsn(make_conninfo(stage.mom.conninfo, host=ADDRESS))
+            own = folder / "connect"
+            return kafka_connect.seconds_to_write(there.brokers, topic, to, own, MESSAGES)
+
         yield [
             Topic(
                 name=name,
                 settings=Kafka(brokers=there.brokers, topic=topic, service="billing"),
                 bare=lambda topic=topic: bare(topic),  # type: ignore[misc]
                 goal=">= 60,000",
+                peers={"connect": partial(connect, topic)} if topic == "others" else {},
             )
             for name, topic in (("kafka", "flights.billing"), ("kafka_others", "others"))
         ]
@@ -182,6 +200,9 @@ def compare(stage: Stage, topic: Topic) -> None:
     ratios = [b / s for b, s in zip(seconds["bare"], seconds["source"], strict=True)]
     stage.note(f"{name}_ratio", ratios, "of the bare client")
     stage.note(f"{name}_cpu_us", work, "µs a message, of the whole machine")
+    for peer, takes in topic.peers.items():
+        rounds = [takes() for _ in range(ROUNDS_OF_PEERS)]
+        stage.note(f"{name}_{peer}_messages_per_second", per_second(MESSAGES, rounds), "1/s")
 
 
 def store(stage: Stage, topic: Topic) -> int:
