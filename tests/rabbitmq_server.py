@@ -56,6 +56,8 @@ class RabbitmqServer(Restartable):
     """Where it takes what uses queues."""
     login: tuple[str, str] = ("guest", "guest")
     """Who the test is."""
+    further: set[str] = field(default_factory=set)
+    """Queues that tests have made, beside those of the topics."""
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -156,7 +158,7 @@ class RabbitmqServer(Restartable):
     def empty(self) -> None:
         """Let it lose everything."""
         with self.channel() as channel:
-            for name in {*self.streams(), *TOPICS}:
+            for name in {*self.streams(), *TOPICS, *self.further}:
                 channel.queue_delete(name)
 
     def messages(self, stream: str) -> list[tuple[dict[str, str], bytes]]:
@@ -222,6 +224,7 @@ class Queues:
         """Add persistent messages, with the key as the id; the queue is created if it is gone."""
         with self.channel() as channel:
             channel.queue_declare(queue, durable=True)
+            self.server.further.add(queue)
             channel.confirm_delivery()
             for one in messages:
                 headers = dict(one.headers)
