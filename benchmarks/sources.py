@@ -8,6 +8,7 @@ Inbox, server and reader share the machine.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -29,6 +30,7 @@ from saf.destinations.settings import DestinationSettings
 from saf.forwarding.forwarder import Forwarder
 from saf.forwarding.runner import InProcess
 from saf.sources.kafka import Kafka
+from saf.sources.nats import Nats
 from saf.sources.reader import Reader
 from saf.sources.redis import Redis
 from saf.sources.settings import SourceSettings
@@ -41,6 +43,7 @@ ROUNDS_OF_PEERS = 3
 AT_ONCE = 1_000
 BYTES = 200
 PARTITIONS = 4
+SUBJECT = "flights.billing"
 FORGET = ("TRUNCATE saf.inbox, saf.watermark, saf.dead_letter", "DELETE FROM saf.source")
 
 
@@ -64,7 +67,7 @@ def run(stage: Stage) -> None:
     stage.fill(MESSAGES, BYTES)
     by_network(stage)
     folder = Path(stage.server.data_dir).parent
-    for served in (redis_streams, kafka_topics):
+    for served in (redis_streams, nats_stream, kafka_topics):
         with served(stage, folder) as topics:
             for topic in topics:
                 compare(stage, topic)
@@ -104,6 +107,38 @@ def redis_streams(stage: Stage, folder: Path) -> Iterator[list[Topic]]:
                 )
                 for name, stream in (("redis", ours), ("redis_others", "others"))
             ]
+
+
+@contextmanager
+def nats_stream(stage: Stage, folder: Path) -> Iterator[list[Topic]]:
+    """Yield a stream of a NATS server, with the messages of saf."""
+    import nats
+    from nats.js.api import AckPolicy, ConsumerConfig
+
+    with serve("nats", folder / "nats") as there:
+        fill(stage, there)
+
+        async def bare() -> int:
+            client = await nats.connect(there.server)
+            consumer = ConsumerConfig(ack_policy=AckPolicy.NONE)
+            subscription = await client.jetstream().pull_subscribe(
+                SUBJECT, stream=there.stream, config=consumer
+            )
+            count = 0
+            while count < MESSAGES:
+                count += len(await subscription.fetch(AT_ONCE, timeout=10))
+            await client.close()
+            return count
+
+        settings = Nats(server=there.server, stream=there.stream, topic=SUBJECT, service="billing")
+        yield [
+            Topic(
+                name="nats",
+                settings=settings,
+                bare=lambda: asyncio.run(bare()),
+                goal=">= 40,000",
+            )
+        ]
 
 
 @contextmanager
@@ -150,7 +185,7 @@ def kafka_topics(stage: Stage, folder: Path) -> Iterator[list[Topic]]:
                 goal=">= 60,000",
                 peers={"connect": partial(connect, topic)} if topic == "others" else {},
             )
-            for name, topic in (("kafka", "flights.billing"), ("kafka_others", "others"))
+            for name, topic in (("kafka", SUBJECT), ("kafka_others", "others"))
         ]
 
 
