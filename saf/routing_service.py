@@ -89,6 +89,13 @@ def _insert(columns: Mapping[str, str]) -> str:
     return f"INSERT INTO saf.outbox ({', '.join(columns)}) SELECT * FROM unnest({values})"
 
 
+SEND_ON = {
+    FORWARD: (_insert(SENT_ON), SENT_ON),
+    REDIRECT: (_insert(REDIRECT_ON), REDIRECT_ON),
+}
+"""Statement that sends messages on, and its columns, by the router's mode."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class InTransaction:
     """Reads and writes resolutions in an open transaction."""
@@ -312,33 +319,22 @@ class RoutingService(Loop):
         if self._redirects:
             redirecting.remember(raw, self.subscription, messages)
             messages = [message for message in messages if message.id in found]
-        rows = [
-            message.stored()
-            | {
-                "to_service": found[message.id].service,
-                "to_broker": found[message.id].broker,
-                "key": found[message.id].key,
-                **self._changed(message, found[message.id]),
-            }
-            for message in messages
-        ]
-        if rows:
-            names = REDIRECT_ON if self._redirects else SENT_ON
-            raw.execute(_insert(names), queries.in_arrays(raw, columns(names, rows)))
+        if messages:
+            statement, names = SEND_ON[REDIRECT if self._redirects else FORWARD]
+            rows = [self._row(message, found[message.id]) for message in messages]
+            raw.execute(statement, queries.in_arrays(raw, columns(names, rows)))
 
-    def _changed(self, message: Received, to: Resolved) -> dict[str, Any]:
-        """Return the columns besides the address that differ in a message that is sent on."""
+    def _row(self, message: Received, to: Resolved) -> dict[str, Any]:
+        """Return the columns of a message that is sent on."""
+        row = message.stored()
+        row |= {"to_service": to.service, "to_broker": to.broker, "key": to.key}
         if self._redirects:
-            return {"headers": as_json(redirecting.headers(message, self.subscription))}
-        changed = {
+            return row | {"headers": as_json(redirecting.headers(message, self.subscription))}
+        row |= {
             "message_id": passed(message.message_id, [self.subscription]),
             "headers": as_json(self._headers(message, to)),
         }
-        if self.signer is not None:
-            row = message.stored() | changed
-            row |= {"to_service": to.service, "to_broker": to.broker, "key": to.key}
-            changed |= _signed(self.signer, row)
-        return changed
+        return row if self.signer is None else row | _signed(self.signer, row)
 
     def _headers(self, message: Received, to: Resolved) -> dict[str, Any]:
         """Return the headers to send on; a signature becomes the origin, because the id differs."""

@@ -40,9 +40,7 @@ from uuid import UUID
 import psycopg
 
 from saf.database import fetch, records
-from saf.dialogs.statements import END, ERROR, Code, lost_as
-
-JSON = "jsonb_build_object('content-type', 'application/json')"
+from saf.dialogs.statements import END, ERROR, JSON, Code, lost_as
 
 PUBLISHER = "the publisher was set back"
 """Text of the Error that ends a monolog because of its publisher; no other Error contains it."""

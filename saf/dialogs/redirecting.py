@@ -36,12 +36,10 @@ import psycopg
 
 from saf.database import of_broker
 from saf.dialogs.introduction import introduction
-from saf.dialogs.statements import COMPARE, DIRECT, END, ERROR, Code
+from saf.dialogs.statements import COMPARE, DIRECT, END, ERROR, JSON, Code
 from saf.errors import UnreadableHeaders
 from saf.message import REDIRECTED, as_json
 from saf.received import Received
-
-JSON = "jsonb_build_object('content-type', 'application/json')"
 
 # Only an answer of another service than the addressed one is asked about. The rows are locked
 GO_DIRECT = f"""

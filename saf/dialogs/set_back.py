@@ -67,9 +67,9 @@ import psycopg
 from saf.database import fetch, of_broker
 from saf.dialogs.endpoints import End, Endpoint, columns, end_of
 from saf.dialogs.facts import Lineage, fork, incarnation, read_lineage, said_by
-from saf.dialogs.monologs import JSON, ReceivedMonolog, publisher_set_back
+from saf.dialogs.monologs import ReceivedMonolog, publisher_set_back
 from saf.dialogs.redirecting import sent_from
-from saf.dialogs.statements import COMPARE, ERROR, HEARD_OF, INTRODUCTION, Code
+from saf.dialogs.statements import COMPARE, ERROR, HEARD_OF, INTRODUCTION, JSON, Code
 from saf.message import LINEAGE
 from saf.received import Received
 from saf.transaction import enter

@@ -28,6 +28,10 @@ DIRECT = f"{RESERVED}direct"
 """Type of an initiator's last message to a router that redirects; see `saf.dialogs.redirecting`."""
 
 
+JSON = "jsonb_build_object('content-type', 'application/json')"
+"""SQL: the headers of saf's own messages."""
+
+
 class Code(IntEnum):
     """Codes of saf's own errors; an application's are above zero."""
 
@@ -232,7 +236,7 @@ WITH lost AS (
                             from_initiator, sequence, message_type, headers, body)
     SELECT gen_random_uuid(), service, far_service, far_broker, CAST(conversation_id AS text),
            conversation_id, is_initiator, send_sequence, '{ERROR}',
-           jsonb_build_object('content-type', 'application/json') || {HEADERS}, error
+           {JSON} || {HEADERS}, error
     FROM endpoint
 ) {
     TO_ONESELF.format(
