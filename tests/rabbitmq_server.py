@@ -220,11 +220,16 @@ class Queues:
                 channel.queue_delete(topic)
                 channel.queue_declare(topic, durable=True)
 
-    def publish(self, queue: str, messages: Sequence[Written]) -> None:
-        """Add persistent messages, with the key as the id; the queue is created if it is gone."""
+    def declare(self, queue: str) -> None:
+        """Create a queue, unless it exists; `empty` deletes it."""
+        self.server.further.add(queue)
         with self.channel() as channel:
             channel.queue_declare(queue, durable=True)
-            self.server.further.add(queue)
+
+    def publish(self, queue: str, messages: Sequence[Written]) -> None:
+        """Add persistent messages, with the key as the id; the queue is created if it is gone."""
+        self.declare(queue)
+        with self.channel() as channel:
             channel.confirm_delivery()
             for one in messages:
                 headers = dict(one.headers)

@@ -91,8 +91,7 @@ def test_an_exchange_is_another_destination_with_other_routing_keys(
     app: Dsn, queue: Queues, events: Rabbitmq
 ) -> None:
     audit = events.model_copy(update={"topic": "audit"})
-    with queue.channel() as channel:
-        channel.queue_declare("audit", durable=True)
+    queue.declare("audit")
     with connect(app) as connection:
         route(connection, "billing", "events")
         route(connection, "shipping", "audit")

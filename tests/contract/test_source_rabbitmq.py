@@ -259,8 +259,8 @@ class TestRabbitmq(SourceSuite):
             message_id="m-1", correlation_id="c-1", content_type="text/plain", timestamp=1_000,
             headers={"order": "A-1", "n": 7, "yes": True, "list": [1], "none": None},
         )  # fmt: skip
+        server.declare(TOPIC)
         with server.channel() as channel:
-            channel.queue_declare(TOPIC, durable=True)
             channel.queue_bind(TOPIC, "amq.topic", "payments.*")
             channel.basic_publish("amq.topic", "payments.eu", b"hello", given)
         until(lambda: read(queue_source(server, key_header="order"), billing).messages)
