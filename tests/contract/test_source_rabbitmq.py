@@ -249,7 +249,7 @@ class TestRabbitmq(SourceSuite):
             second = source.read(0, first[-1].position, 10_000, 30_000).records
             assert (len(first), len(second)) == (3, 3)
             consumer: Any = source
-            unacknowledged = 6 + len(consumer._consumer._messages)
+            unacknowledged = 6 + len(consumer._link._messages)
             assert unacknowledged <= 2 * FIRST_READ + 6
 
     def test_a_message_of_another_writer_has_its_headers_and_properties(

@@ -160,7 +160,7 @@ class TestRabbitmqStream(SourceSuite):
             source.connect()
             found = source.read(0, BEGINNING, 10_000, 30_000).records
             waiting: Any = source
-            chunks = waiting._connection._chunks[1]
+            chunks = waiting._link._chunks[1]
             assert 30 <= len(found) <= 31
             assert len(waiting._left) + sum(len(one.entries) for one in chunks) <= 150
             rest = source.read(0, found[-1].position, 10_000, 1 << 30).records

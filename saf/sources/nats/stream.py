@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote_to_bytes
@@ -31,6 +30,7 @@ from saf.destinations.nats.server import (
 from saf.destinations.settings import unusable
 from saf.errors import Unavailable
 from saf.sources import GONE, MOST_BYTES, Extent, Position, Record, Records
+from saf.sources.linked import Linked
 
 if TYPE_CHECKING:
     from saf.sources.nats import Nats
@@ -52,33 +52,28 @@ COMMANDS, MESSAGE_ID = b"Nats-", b"Nats-Msg-Id"
 SUBJECT = "Nats-Subject"
 
 
-class Stream:
+class Stream(Linked[Api]):
     """A stream as a `saf.sources.Source`."""
 
     prefix = "ce-"
 
     def __init__(self, name: str, settings: Nats) -> None:
-        self.what = f"source {name!r}"
+        super().__init__(name)
         self.settings = settings
         self._destination = settings.as_destination()
         self._marks = all_marks(settings.stream).removesuffix(">").encode()
         self._has_wildcards = not {"*", ">"}.isdisjoint(settings.topic.split("."))
-        self._api: Api | None = None
 
-    def connect(self) -> None:
-        """Connect, if not connected yet."""
-        if self._api is not None:
-            return
-        with errors(self.what, self._destination):
-            self._api = Api(self.what, self._destination)
-        version = self._api.connection.version
+    def _open(self) -> Api:
+        api = Api(self.what, self._destination)
+        version = api.connection.version
         if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-            self.close()
+            api.close()
             raise unusable(self.what, f"its version is {version}", "upgrade it to 2.11 or newer")
+        return api
 
-    def partitions(self) -> int:
-        """Return 1."""
-        return 1
+    def _errors(self) -> AbstractContextManager[None]:
+        return errors(self.what, self._destination)
 
     def extent(self, shard: int) -> Extent:  # noqa: ARG002 - there is one
         """Return what the stream has."""
@@ -107,12 +102,6 @@ class Stream:
                 at = before.last[1]
             extent = self._extent(api)  # after the batches: it shows what was removed meanwhile
         return Records(extent=extent, records=records, added=at, end=(0, at))
-
-    def close(self) -> None:
-        """Close the connection."""
-        api, self._api = self._api, None
-        if api is not None:
-            api.close()
 
     def _batch(self, api: Api, after: int, limit: int, size: int) -> tuple[int, bool, list[Record]]:
         """Return the last sequence of a batch, whether more follow, and the messages."""
@@ -184,17 +173,6 @@ class Stream:
             removed=first - 1 if has_any else last,
             topic_id=f"{self.settings.stream}, created at {info['created']}",
         )
-
-    @contextmanager
-    def _connected(self) -> Iterator[Api]:
-        self.connect()
-        assert self._api is not None  # noqa: S101 - connected
-        try:
-            with errors(self.what, self._destination):
-                yield self._api
-        except Unavailable:
-            self.close()
-            raise
 
 
 def _added(head: bytes) -> re.Match[bytes]:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,6 +33,7 @@ from saf.destinations.rabbitmq.queues import EVENTS
 from saf.destinations.rabbitmq.server import Channel, errors
 from saf.errors import Unavailable
 from saf.sources import BEGINNING, GONE, MOST_BYTES, Extent, Position, Record, Records
+from saf.sources.linked import Linked
 
 if TYPE_CHECKING:
     from saf.destinations.rabbitmq import Rabbitmq as Destination
@@ -144,30 +145,27 @@ class Consumer(Channel):
         return len(self._messages)
 
 
-class Queue:
+class Queue(Linked[Consumer]):
     """A queue as a `saf.sources.Source`."""
 
     prefix = EVENTS
+    loses: ClassVar[type[BaseException]] = BaseException
+    """Messages in hand come again, in their order, if the connection ends."""
 
     def __init__(self, name: str, settings: Rabbitmq) -> None:
-        self.what = f"source {name!r}"
+        super().__init__(name)
         self.settings = settings
         self._destination = settings.as_destination()
-        self._consumer: Consumer | None = None
         self._body_bytes: float | None = None
         """Bytes of a body, on average, of the last read."""
         self._expected = 0
         """Messages that waited when the queue was looked at, and were not read yet."""
 
-    def connect(self) -> None:
-        """Connect, if not connected yet."""
-        if self._consumer is None:
-            with errors(self.what, self._destination):
-                self._consumer = Consumer(self.what, self._destination)
+    def _open(self) -> Consumer:
+        return Consumer(self.what, self._destination)
 
-    def partitions(self) -> int:
-        """Return 1."""
-        return 1
+    def _errors(self) -> AbstractContextManager[None]:
+        return errors(self.what, self._destination)
 
     def extent(self, shard: int) -> Extent:  # noqa: ARG002 - there is one
         """Return what the queue has."""
@@ -218,12 +216,6 @@ class Queue:
             consumer.acknowledge(receipt)
             self._look(consumer)
 
-    def close(self) -> None:
-        """Close the connection; the server delivers unacknowledged messages again."""
-        consumer, self._consumer = self._consumer, None
-        if consumer is not None:
-            consumer.close()
-
     def _fitting(self, size: int) -> int:
         """Return how many messages have about ``size`` bytes."""
         if self._body_bytes is None:
@@ -238,17 +230,6 @@ class Queue:
             return GONE, 0
         waiting, others = found
         return Extent(last=BEGINNING, first=None, added=0, removed=0, waiting=waiting), others
-
-    @contextmanager
-    def _connected(self) -> Iterator[Consumer]:
-        self.connect()
-        assert self._consumer is not None  # noqa: S101 - connected
-        try:
-            with errors(self.what, self._destination):
-                yield self._consumer
-        except BaseException:
-            self.close()
-            raise
 
 
 def _record(position: Position, delivery: Any, properties: Any, body: bytes) -> Record:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -29,8 +29,8 @@ from saf.destinations.rabbitmq_stream.connection import (
     at,
 )
 from saf.destinations.rabbitmq_stream.server import errors
-from saf.errors import Unavailable
 from saf.sources import GONE, MOST_BYTES, Extent, Position, Record, Records
+from saf.sources.linked import Linked
 
 if TYPE_CHECKING:
     from saf.sources.rabbitmq_stream import RabbitmqStream
@@ -43,31 +43,26 @@ JMS_EVENTS = "cloudEvents:"
 """Other prefix of CloudEvents attributes that the binding for AMQP allows."""
 
 
-class Stream:
+class Stream(Linked[Connection]):
     """A stream as a `saf.sources.Source`."""
 
     prefix = amqp.EVENTS
 
     def __init__(self, name: str, settings: RabbitmqStream) -> None:
-        self.what = f"source {name!r}"
+        super().__init__(name)
         self.settings = settings
         self._destination = settings.as_destination()
-        self._connection: Connection | None = None
         self._following: Following | None = None
         self._next: Position | None = None
         """Position at which the subscription continues; None without one."""
         self._left: deque[Record] = deque()
         """Messages that were received and not returned yet."""
 
-    def connect(self) -> None:
-        """Connect, if not connected yet."""
-        if self._connection is None:
-            with errors(self.what, self._destination):
-                self._connection = Connection(self._destination, leads=self.settings.topic)
+    def _open(self) -> Connection:
+        return Connection(self._destination, leads=self.settings.topic)
 
-    def partitions(self) -> int:
-        """Return 1."""
-        return 1
+    def _errors(self) -> AbstractContextManager[None]:
+        return errors(self.what, self._destination)
 
     def extent(self, shard: int) -> Extent:  # noqa: ARG002 - there is one
         """Return what the stream has."""
@@ -97,11 +92,9 @@ class Stream:
 
     def close(self) -> None:
         """Close the connection."""
-        connection, self._connection = self._connection, None
         self._following, self._next = None, None
         self._left.clear()
-        if connection is not None:
-            connection.close()
+        super().close()
 
     def _begin(self, connection: Connection, after: Position) -> None:
         if self._following is not None:
@@ -144,17 +137,6 @@ class Stream:
         chunk = following(wait=False)
         connection.leave(LOOKING)
         return chunk
-
-    @contextmanager
-    def _connected(self) -> Iterator[Connection]:
-        self.connect()
-        assert self._connection is not None  # noqa: S101 - connected
-        try:
-            with errors(self.what, self._destination):
-                yield self._connection
-        except Unavailable:
-            self.close()
-            raise
 
 
 def _records(chunk: Chunk) -> Iterator[Record]:

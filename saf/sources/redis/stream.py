@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ import redis
 from saf.destinations.mapping import CONTENT_TYPE
 from saf.destinations.redis.server import Link, errors
 from saf.destinations.settings import unusable
-from saf.errors import Unavailable
 from saf.sources import BEGINNING, GONE, MOST_BYTES, Extent, Position, Record, Records
+from saf.sources.linked import Linked
 
 if TYPE_CHECKING:
     from saf.sources.redis import Redis
@@ -35,30 +35,26 @@ LATEST_MS = 253_402_214_400_000
 """First millisecond that is too late for a message's time; ids need not be times."""
 
 
-class Stream:
+class Stream(Linked[Link]):
     """A stream as a `saf.sources.Source`."""
 
     prefix = "ce_"
 
     def __init__(self, name: str, settings: Redis) -> None:
-        self.what = f"source {name!r}"
+        super().__init__(name)
         self.settings = settings
         self._destination = settings.as_destination()
-        self._link: Link | None = None
 
-    def connect(self) -> None:
-        """Connect, if not connected yet."""
-        if self._link is None:
-            with errors(self.what, self._destination):
-                self._link = Link(self.what, self._destination)
+    def _open(self) -> Link:
+        return Link(self.what, self._destination)
 
-    def partitions(self) -> int:
-        """Return 1."""
-        return 1
+    def _errors(self) -> AbstractContextManager[None]:
+        return errors(self.what, self._destination)
 
     def extent(self, shard: int) -> Extent:  # noqa: ARG002 - there is one
         """Return what the stream has."""
-        with self._connected() as client:
+        with self._connected() as link:
+            client = link.client
             try:
                 info = client.xinfo_stream(self.settings.topic)
             except redis.ResponseError as error:
@@ -74,10 +70,10 @@ class Stream:
     ) -> Records:
         """Return entries after a position."""
         records: list[Record] = []
-        with self._connected() as client:
+        with self._connected() as link:
             while True:
                 count = min(limit - len(records), AT_ONCE)
-                extent, entries = self._asked(client, after, count)
+                extent, entries = self._asked(link.client, after, count)
                 found = [*self._records(entries)]
                 records += found
                 size -= sum(len(record.body) for record in found)
@@ -98,12 +94,6 @@ class Stream:
         if isinstance(entries, Exception):
             raise entries
         return extent, entries
-
-    def close(self) -> None:
-        """Close the connection."""
-        link, self._link = self._link, None
-        if link is not None:
-            link.close()
 
     def _extent(self, info: Any) -> Extent:
         if isinstance(info, redis.ResponseError) and NO_KEY in str(info):
@@ -151,17 +141,6 @@ class Stream:
                 "read a stream whose ids the server assigns",
             )
         return position
-
-    @contextmanager
-    def _connected(self) -> Iterator[Any]:
-        self.connect()
-        assert self._link is not None  # noqa: S101 - connected
-        try:
-            with errors(self.what, self._destination):
-                yield self._link.client
-        except Unavailable:
-            self.close()
-            raise
 
 
 def _text(name: bytes) -> str:
