@@ -56,9 +56,8 @@ HOLD_SECONDS = 5.0
 MOST_REPEATS = 20
 """Chunks in a row that another relay may spoil."""
 REPEAT_SECONDS = 0.1
-LIST = """
-SELECT capture_id, schema_name, table_name, from_service, to_service, message_type, columns,
-       condition, primary_key, digest, created_at, changed_at, adopted
+LIST = f"""
+SELECT {stored.WRITTEN}, adopted
 FROM saf.capture WHERE adopted IS NOT NULL ORDER BY schema_name, table_name
 """
 PUT = """
@@ -324,23 +323,11 @@ def put(
 
 def listed(connection: psycopg.Connection[Any]) -> list[Adoption]:
     """Return the adoptions of a database, sorted by table."""
+    rows = stored.written(connection, LIST)
+    adopted = [row.pop("adopted") for row in rows]
     return [
-        Adoption(
-            capture_id=row[0],
-            schema=row[1],
-            table=row[2],
-            from_service=row[3],
-            to_service=row[4],
-            message_type=row[5],
-            columns=tuple(row[6]),
-            condition=row[7],
-            primary_key=tuple(row[8]),
-            digest=row[9],
-            created_at=row[10],
-            changed_at=row[11],
-            **{**row[12], "fields": _in_order(row[12]["fields"])},
-        )
-        for row in fetch(connection, LIST)
+        Adoption(**row, **{**more, "fields": _in_order(more["fields"])})
+        for row, more in zip(rows, adopted, strict=True)
     ]
 
 

@@ -21,6 +21,8 @@ from typing import Any, Literal, TypeVar
 
 import psycopg
 from psycopg import sql
+from psycopg.abc import QueryNoTemplate
+from psycopg.rows import dict_row
 
 from saf.capture import code
 from saf.capture.code import TRIGGER, OfTable, Shape
@@ -44,9 +46,13 @@ OWNERS = """
 SELECT pg_get_userbyid(c.relowner)::text, pg_has_role(c.relowner, 'USAGE')
 FROM pg_class c WHERE c.oid = 'saf.outbox'::regclass
 """
-LIST = """
-SELECT capture_id, schema_name, table_name, from_service, to_service, message_type, key, columns,
-       condition, primary_key, compared, function_name, digest, created_at, changed_at
+WRITTEN = """
+capture_id, schema_name AS schema, table_name AS table, from_service, to_service, message_type,
+columns, condition, primary_key, digest, created_at, changed_at
+"""
+"""SQL: columns that captures and adoptions have, by the names of their fields."""
+LIST = f"""
+SELECT {WRITTEN}, key, compared
 FROM saf.capture WHERE adopted IS NULL ORDER BY schema_name, table_name
 """
 PUT = """
@@ -322,24 +328,16 @@ def remove(connection: psycopg.Connection[Any], capture: Written) -> None:
 
 def listed(connection: psycopg.Connection[Any]) -> list[Capture]:
     """Return the captures of a database, sorted by table."""
+    return [Capture(**row) for row in written(connection, LIST)]
+
+
+def written(connection: psycopg.Connection[Any], query: QueryNoTemplate) -> list[dict[str, Any]]:
+    """Return rows of saf.capture as fields, in which arrays are tuples."""
+    with connection.cursor(row_factory=dict_row) as cursor:
+        rows = cursor.execute(query).fetchall()
     return [
-        Capture(
-            capture_id=row[0],
-            schema=row[1],
-            table=row[2],
-            from_service=row[3],
-            to_service=row[4],
-            message_type=row[5],
-            key=row[6],
-            columns=tuple(row[7]),
-            condition=row[8],
-            primary_key=tuple(row[9]),
-            compared=None if row[10] is None else tuple(row[10]),
-            digest=row[12],
-            created_at=row[13],
-            changed_at=row[14],
-        )
-        for row in fetch(connection, LIST)
+        {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+        for row in rows
     ]
 
 

@@ -19,7 +19,7 @@ from saf.capture.adoption import Adopted, Declared
 from saf.capture.fields import pairs
 from saf.capture.rows import Rows
 from saf.cli.brokers import Brokers, Why, Yes, with_unit
-from saf.cli.capture import ROLE, VERBS, fate, old_rows, show_review
+from saf.cli.capture import ROLE, VERBS, DryRun, FromService, fate, old_rows, show_review
 from saf.cli.console import confirm, echo
 from saf.config import did_you_mean
 from saf.errors import ConfigurationError, UsageError
@@ -73,10 +73,7 @@ def command(
     message_type: Annotated[
         str | None, typer.Option("--type", metavar="NAME", help="Type of all messages.")
     ] = None,
-    from_service: Annotated[
-        str | None,
-        typer.Option("--from", metavar="NAME", help="Sender in the messages. Default: none."),
-    ] = None,
+    from_service: FromService = None,
     where: Annotated[
         str | None,
         typer.Option(
@@ -117,9 +114,7 @@ def command(
     ] = None,
     why: Why = "",
     yes: Yes = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the SQL without writing it.")
-    ] = False,
+    dry_run: DryRun = False,
     round_: Brokers,
 ) -> None:
     """Adopt an outbox table: its rows become messages.

@@ -33,6 +33,11 @@ ROLE = "capture"
 TableName = Annotated[
     str, typer.Argument(metavar="TABLE", help="Table, as in SQL, e.g. orders or sales.orders.")
 ]
+FromService = Annotated[
+    str | None,
+    typer.Option("--from", metavar="NAME", help="Sender in the messages. Default: none."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the SQL without writing it.")]
 VERBS: Mapping[Outcome, str] = {"added": "add", "changed": "change"}
 
 
@@ -84,15 +89,10 @@ def add(
             help="Beginning of the message types. Default: the table's name, as in orders.insert.",
         ),
     ] = None,
-    from_service: Annotated[
-        str | None,
-        typer.Option("--from", metavar="NAME", help="Sender in the messages. Default: none."),
-    ] = None,
+    from_service: FromService = None,
     why: Why = "",
     yes: Yes = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the SQL without writing it.")
-    ] = False,
+    dry_run: DryRun = False,
     round_: Brokers,
 ) -> None:
     """Capture a table: show the trigger's SQL, ask, and write it.

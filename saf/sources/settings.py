@@ -14,6 +14,7 @@ imported where they are used.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
@@ -79,6 +80,10 @@ class SourceSettings(BoundedSettings):
     def window(self) -> WindowBounds | None:
         """Bounds of the window of ids; None for a topic with places."""
         return None
+
+    def given(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the settings of these names that have a value."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

@@ -9,9 +9,8 @@ import psycopg
 
 from saf.capture import adoption, stored
 from saf.capture.adoption import Declared
-from saf.capture.drift import drift
 from saf.errors import ConfigurationError, UsageError
-from saf.operating.plans.captures import DRIFTED, WRITTEN, quoted
+from saf.operating.plans.captures import WRITTEN, quoted, triggers
 
 
 def listed(
@@ -29,9 +28,7 @@ def listed(
             "mark": dict(item.mark),
             "order": item.order,
             "old": item.old,
-            "triggers": DRIFTED
-            if any(found.misses for found in drift(connection, item))
-            else WRITTEN,
+            "triggers": triggers(connection, item),
         }
         for item in adoption.listed(connection)
     }

@@ -8,8 +8,9 @@ from typing import Any
 import psycopg
 
 from saf.capture import stored
+from saf.capture.adoption import Adoption
 from saf.capture.drift import drift
-from saf.capture.stored import Declaration
+from saf.capture.stored import Capture, Declaration
 from saf.errors import ConfigurationError, UsageError
 
 WRITTEN, DRIFTED = "as written", "not as written"
@@ -27,12 +28,15 @@ def listed(
             "when": capture.condition,
             "from_service": capture.from_service,
             "message_type": capture.message_type,
-            "triggers": DRIFTED
-            if any(found.misses for found in drift(connection, capture))
-            else WRITTEN,
+            "triggers": triggers(connection, capture),
         }
         for capture in stored.listed(connection)
     }
+
+
+def triggers(connection: psycopg.Connection[Any], item: Capture | Adoption) -> str:
+    """Return whether a capture's or adoption's triggers are as they were written."""
+    return DRIFTED if any(found.misses for found in drift(connection, item)) else WRITTEN
 
 
 def checked(table: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,8 +101,7 @@ class Kafka(SourceSettings):
 
     def as_destination(self) -> Destination:
         """Return the settings of a destination at the same cluster, whose clients are used."""
-        names = (*LOGIN, *REGISTRY)
-        login = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if any(name in login for name in REGISTRY):
-            login["format"] = "avro"  # a destination has a registry only if it encodes
-        return Destination(brokers=self.brokers, **login).bounded(self.bounds)
+        shared = self.given(("brokers", *LOGIN, *REGISTRY))
+        if any(name in shared for name in REGISTRY):
+            shared["format"] = "avro"  # a destination has a registry only if it encodes
+        return Destination(**shared).bounded(self.bounds)

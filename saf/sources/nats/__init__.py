@@ -93,5 +93,5 @@ class Nats(SourceSettings):
 
     def as_destination(self) -> Destination:
         """Return the settings of a destination at the same stream, whose connection is used."""
-        login = {name: value for name in LOGIN if (value := getattr(self, name)) is not None}
-        return Destination(server=self.server, stream=self.stream, **login).bounded(self.bounds)
+        shared = ("server", "stream", *LOGIN)
+        return Destination(**self.given(shared)).bounded(self.bounds)

@@ -64,5 +64,4 @@ class Redis(SourceSettings):
     def as_destination(self) -> Destination:
         """Return the settings of a destination at the same server, whose connection is used."""
         shared = ("server", "username", "password", "ca_file", "certificate_file", "key_file")
-        settings = Destination(**{name: getattr(self, name) for name in shared})
-        return settings.bounded(self.bounds)
+        return Destination(**self.given(shared)).bounded(self.bounds)

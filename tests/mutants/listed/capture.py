@@ -188,8 +188,8 @@ MUTANTS: list[Mutant] = [
     mutant(
         "a plan does not repair a capture that differs",
         "saf/operating/plans/captures.py",
-        "if any(found.misses for found in drift(connection, capture))",
-        "if not capture",
+        "if any(found.misses for found in drift(connection, item))",
+        "if not item",
         f"{COMMAND}::test_a_plan_has_captures_repairs_them_and_is_exported",
     ),
     mutant(
