@@ -196,7 +196,7 @@ class RoutingService(Loop):
             if message.id in errors:
                 self._refuse(delivery, work, message, errors[message.id])
             elif message.dialog is None:
-                plain.append(message)  # a router that redirects is no end of dialogs
+                plain.append(message)  # a router that redirects has no ends
             else:
                 call = partial(_go_on, raw, delivery, message, found.get(message.id))
                 self._one(delivery, work, message, call)

@@ -91,7 +91,7 @@ LAYOUTS: Mapping[Name, Layout] = {
 def completed(
     connection: psycopg.Connection[Any], declared: Declared, name: Name | None
 ) -> Declared:
-    """Return a declaration with what its layout adds; what is declared takes precedence.
+    """Return a declaration with its layout's values; declared values take precedence.
 
     Raises:
         ConfigurationError: the table has not the columns of the layout.

@@ -56,7 +56,7 @@ UPDATE = "UPDATE {table} AS new SET {assigned} WHERE ({key}) IN (SELECT {key} FR
 DELETE = "DELETE FROM {table} AS new WHERE ({key}) IN (SELECT {key} FROM {rows})"
 """What becomes of rows; no lock is needed before, because the condition is checked again."""
 
-# The condition is checked again for a row that another session has changed meanwhile. Such a row is
+# The condition is checked again for a row that another session has changed since. Such a row is
 # not settled, and then the counts differ and the chunk is rolled back.
 TAKE = """
 WITH pending AS MATERIALIZED (

@@ -1,7 +1,7 @@
 """Redirecting: a routing service puts two ends together, and then both do without it.
 
-A routing service that redirects is no end of a dialog. It passes the initiator's messages on as
-they are, to the service that the first one was resolved to:
+A routing service that redirects has no end of a dialog. It passes the initiator's messages on
+unchanged, to the service that the first one was resolved to:
 
     initiator ── 1, 2, 3 ──▶ router ── 1, 2, 3 ──▶ target
               ◀───────────────── 1 ───────────────
@@ -158,7 +158,7 @@ def tell(raw: psycopg.Connection[Any], message: Received, router: str, error: st
         if not of_broker(raw, SET_BACK)[0]:
             return
         error = f"{error}: the router's broker was set back"
-    # like a message to oneself, it has no number: the router has no end of the dialog
+    # like a message to oneself, it has no number, because the router has no end
     body = as_json({"code": int(Code.UNRESOLVED), "text": error}).encode()
     params = {
         "router": router,

@@ -51,7 +51,7 @@ class Reader:
     signer: Signer | None = None
     """Signs messages sent on the dialogs of the reader's messages."""
     passes: bool = False
-    """True if the reader passes messages of dialogs on as they are, and is no end of them."""
+    """True if the reader passes messages of dialogs on unchanged, without an end of its own."""
 
     @property
     def converses(self) -> bool:

@@ -150,7 +150,7 @@ class Reader:
         """Free the partitions and disconnect."""
         source, self._source = self._source, None
         if source is not None:
-            source.close()  # first, so that what was not acknowledged waits for the next owner
+            source.close()  # first, so that unacknowledged messages wait for the next owner
         connection, self._connection = self._connection, None
         membership, self._membership = self._membership, None
         if connection is not None:
@@ -257,7 +257,7 @@ class Reader:
         if self._acknowledged is not None:
             self._acknowledged.result()
         if ahead is not None and self.settings.window is not None:
-            self.close()  # what was read ahead is not stored: it must be delivered again
+            self.close()  # messages read ahead are not stored: they must be delivered again
             return
         for share in self._shares.values() if turn.chunks else ():
             if share.position >= ends.get(share.shard, share.position):

@@ -6,7 +6,7 @@ recognised. So the transaction that stores a chunk also stores the chunk's ids a
 saf.source_window, and removes the rows that the bounds no longer keep. One row a chunk costs little
 to write and to remove, and no index of ids grows.
 
-The process that owns the partition reads all rows once, and then knows the ids by itself. The
+The process that owns the partition reads all rows once, and keeps the ids in memory. The
 transaction that stores checks the owner, so no other process has added any.
 
 A message counts as stored before if its message_id is in the window. Rows are removed only when new

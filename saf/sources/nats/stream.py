@@ -100,7 +100,7 @@ class Stream(Linked[Api]):
                 size -= sum(len(record.body) for record in page)
             if not more and at < before.last[1] and not self._has_after(api, at):
                 at = before.last[1]
-            extent = self._extent(api)  # after the batches: it shows what was removed meanwhile
+            extent = self._extent(api)  # last, so that it shows removals during the read
         return Records(extent=extent, records=records, added=at, end=(0, at))
 
     def _batch(self, api: Api, after: int, limit: int, size: int) -> tuple[int, bool, list[Record]]:

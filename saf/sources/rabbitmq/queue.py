@@ -191,7 +191,7 @@ class Queue(Linked[Consumer]):
                     "with which its messages would be shared",
                 )
             fitting = min(self.settings.chunk_rows, self._fitting(size))
-            # what is on its way from the server counts neither there nor here
+            # neither side counts messages on their way from the server
             count = min(limit, fitting, max(extent.waiting or 0, self._expected))
             if not count:
                 return Records(extent=extent)
@@ -281,7 +281,7 @@ def _as_bytes(value: Any) -> bytes | None:
 
 
 def _moment(seconds: int) -> datetime | None:
-    """Return a writer's time; None for one that is no time.
+    """Return a writer's time; None if it is invalid.
 
     >>> _moment(0), _moment(1 << 62)
     (datetime.datetime(1970, 1, 1, 0, 0, tzinfo=datetime.timezone.utc), None)

@@ -87,7 +87,7 @@ class Stream(Linked[Connection]):
                 records.append(record)
                 size -= len(record.body)
             self._next = end = records[-1].position if records else after
-            extent = self._extent(connection)  # last: it shows what was removed meanwhile
+            extent = self._extent(connection)  # last, so that it shows removals during the read
         return Records(extent=extent, records=records, added=end[1], end=end)
 
     def close(self) -> None:

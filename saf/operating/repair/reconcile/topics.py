@@ -1,7 +1,7 @@
 """Reconciling a topic: prove that the inbox has each message of a source's topic.
 
 One snapshot of the inbox has the marks of the topic's partitions and the messages stored from them.
-Both move in the same transactions. So whatever runs meanwhile, each message of the topic up to the
+Both move in the same transactions. So whatever runs beside it, each message of the topic up to the
 marks must be in the snapshot, and those after the marks are *pending*. The topic is read again and
 decoded again, which gives the same message ids:
 
