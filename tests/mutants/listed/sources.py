@@ -178,8 +178,8 @@ MUTANTS = (
     mutant(
         "messages_purged_while_they_are_read_are_not_noticed",
         NATS_STREAM,
-        "            extent = self._extent(api)  # after",
-        "            extent = before  # after",
+        "            extent = self._extent(api)  # last",
+        "            extent = before  # last",
         NATS + "test_messages_that_are_purged_between_two_batches_are_noticed",
     ),
     mutant(
