@@ -12,6 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+
 JSON = "application/vnd.schemaregistry.v1+json"
 
 
@@ -115,3 +117,22 @@ def schema_registry(login: str = "") -> Iterator[SchemaRegistry]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def proto(*messages: tuple[str, list[tuple[str, Any]]], name: str = "order.proto") -> str:
+    """A file of Protobuf messages with fields, as a registry hands it out.
+
+    A field's kind is a number of `FieldDescriptorProto`, or the name of a message.
+    """
+    file = FileDescriptorProto(name=name, package="shop", syntax="proto3")
+    for of, fields in messages:
+        message = file.message_type.add(name=of)
+        for number, (called, kind) in enumerate(fields, 1):
+            one = message.field.add(name=called, number=number, label=1)
+            if isinstance(kind, str):
+                one.type, one.type_name = FieldDescriptorProto.TYPE_MESSAGE, kind
+                if kind.startswith(".google") and not file.dependency:
+                    file.dependency.append("google/protobuf/timestamp.proto")
+            else:
+                one.type = kind
+    return base64.b64encode(file.SerializeToString()).decode()

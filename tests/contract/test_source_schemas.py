@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
 from confluent_kafka import Producer
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
 from pydantic import ValidationError
 
 from saf.database import Dsn, fetch
@@ -17,7 +19,7 @@ from saf.sources.kafka import Kafka
 from tests.kafka_server import BOUNDS, KafkaServer, make
 from tests.pipeline import bodies, connect, forward
 from tests.receivers import prepare
-from tests.schema_registry import SchemaRegistry, schema_registry
+from tests.schema_registry import SchemaRegistry, proto, schema_registry
 from tests.topics import arrived, dead, read
 
 AVRO = {
@@ -39,12 +41,36 @@ BODY = {
     "total": "1.50", "key": "00000000-0000-0000-0000-000000000007", "raw": "AP8=", "note": None,
 }  # fmt: skip
 OBJECT = {"type": "object", "required": ["order"]}
+TEXT, INT, BIG = (
+    FieldDescriptorProto.TYPE_STRING,
+    FieldDescriptorProto.TYPE_INT32,
+    FieldDescriptorProto.TYPE_INT64,
+)
+LINE = ("Line", [("article", TEXT), ("pieces_left", INT), ("cents", BIG)])
+PLACED = proto(
+    LINE,
+    (
+        "OrderPlaced",
+        [("order", TEXT), ("line", ".shop.Line"), ("at", ".google.protobuf.Timestamp")],
+    ),
+)
+LESS = proto(("Line", [("article", TEXT)]))
+PROTOBUF_BODY = {
+    "order": "grüezi", "at": "2026-01-31T12:00:00.000001Z",
+    "line": {"article": "tea", "pieces_left": 0, "cents": "9007199254740993"},
+}  # fmt: skip
+
+
+def protobuf_schema(text: str) -> dict[str, str]:
+    return {"schema": text, "schemaType": "PROTOBUF"}
 
 
 SCHEMAS = {
-    "avro": {"schema": json.dumps(AVRO)},
-    "json-schema": {"schema": json.dumps(OBJECT), "schemaType": "JSON"},
+    "avro": ({"schema": json.dumps(AVRO)}, BODY),
+    "json-schema": ({"schema": json.dumps(OBJECT), "schemaType": "JSON"}, BODY),
+    "protobuf": (protobuf_schema(PLACED), PROTOBUF_BODY),
 }
+"""A schema, and a body that fits it, by format."""
 
 
 @pytest.fixture
@@ -73,18 +99,22 @@ def test_what_a_destination_encodes_a_source_reads_back(
 ) -> None:
     topic = f"t{uuid4().hex[:8]}"
     prepare(mom)
-    registry.register(f"{topic}.billing-value", SCHEMAS[form])
+    schema, body = SCHEMAS[form]
+    registry.register(f"{topic}.billing-value", schema)
     destination = Destination.model_validate({
         "brokers": running_kafka.address, "topic": f"{topic}.{{service}}",
         "marks_topic": f"{topic}.marks", "format": form, "schema_registry": registry.address,
     })  # fmt: skip
     send = """
-    INSERT INTO saf.outbox (to_service, key, headers, body)
-    VALUES ('billing', 'A-1', '{"content-type": "application/json"}', convert_to(%s, 'UTF8'))
+    INSERT INTO saf.outbox (to_service, key, message_type, headers, body)
+    VALUES (
+        'billing', 'A-1', 'OrderPlaced', '{"content-type": "application/json"}',
+        convert_to(%s, 'UTF8')
+    )
     """
     with connect(app) as connection:
         for _ in range(40):
-            connection.execute(send, [json.dumps(BODY)])
+            connection.execute(send, [json.dumps(body)])
         sent = [
             id_ for (id_,) in fetch(connection, "SELECT message_id FROM saf.outbox ORDER BY id")
         ]
@@ -94,7 +124,7 @@ def test_what_a_destination_encodes_a_source_reads_back(
     assert (turn.messages, turn.dead) == (40, 0)
     found = arrived(mom)
     assert [row["message_id"] for row in found] == sent
-    assert all(json.loads(row["body"]) == BODY for row in found)
+    assert all(json.loads(row["body"]) == body for row in found)
     assert {row["headers"]["content-type"] for row in found} == {"application/json"}
 
 
@@ -105,7 +135,9 @@ def test_a_body_that_cannot_be_decoded_is_a_dead_letter_that_says_why(
     prepare(mom)
     registry.register("x", {"schema": json.dumps(OBJECT), "schemaType": "JSON"})
     registry.register("y", {"schema": json.dumps(AVRO)})
-    registry.register("z", {"schema": "", "schemaType": "PROTOBUF"})
+    registry.register("z", protobuf_schema(LESS))
+    registry.register("broken", protobuf_schema("AAAA"))
+    registry.register("odd", {"schema": "", "schemaType": "XML"})
     make(running_kafka, f"{topic}.billing", 1)
     producer = Producer(running_kafka.client())
     good = b"\0\0\0\0\x01" + b'{"order": 1}'
@@ -114,7 +146,13 @@ def test_a_body_that_cannot_be_decoded_is_a_dead_letter_that_says_why(
         b"\0\0\0\0\x09{}": "the schema registry has no schema 9",
         b"\0\0\0\0\x01{": "does not match schema 1",
         b"\0\0\0\0\x02{": "does not match schema 2",
-        b"\0\0\0\0\x03x": "schema 3 is PROTOBUF: only AVRO and JSON can be read",
+        b"\0\0\0\0\x03\0\n\x03tea\x10\x02": "does not match schema 3 (ValueError)",
+        b"\0\0\0\0\x03\x02\x02\n\x03tea": "does not match schema 3 (IndexError)",
+        b"\0\0\0\0\x03\x02\x01\n\x03tea": "does not match schema 3 (ValueError)",
+        b"\0\0\0\0\x03\0\n\x03t": "does not match schema 3 (DecodeError)",
+        b"\0\0\0\0\x03" + b"\xff" * 9: "does not match schema 3 (ValueError)",
+        b"\0\0\0\0\x04\0": "schema 4 cannot be read",
+        b"\0\0\0\0\x05x": "schema 5 is XML: only AVRO, JSON, PROTOBUF can be read",
     }
     for body in (good, *bad, good, b""):
         producer.produce(f"{topic}.billing", body)
@@ -129,6 +167,31 @@ def test_a_body_that_cannot_be_decoded_is_a_dead_letter_that_says_why(
         said = fetch(connection, "SELECT error FROM saf.dead_letter ORDER BY dead_letter_id")
     for (error,), expected in zip(said, bad.values(), strict=True):
         assert expected in error
+
+
+@pytest.mark.slow
+def test_a_message_within_another_of_an_imported_file_is_read(
+    mom: Dsn, running_kafka: KafkaServer, topic: str, registry: SchemaRegistry
+) -> None:
+    prepare(mom)
+    registry.register("line", protobuf_schema(proto(LINE, name="line.proto")))
+    file = FileDescriptorProto.FromString(base64.b64decode(proto(("Order", []))))
+    file.dependency.append("line.proto")
+    inner = file.message_type[0].nested_type.add(name="Item")
+    kind = FieldDescriptorProto.TYPE_MESSAGE
+    inner.field.add(name="line", number=1, label=1, type=kind, type_name=".shop.Line")
+    schema = protobuf_schema(base64.b64encode(file.SerializeToString()).decode())
+    reference = {"name": "line.proto", "subject": "line", "version": 1}
+    number = registry.register("order", {**schema, "references": [reference]})
+    make(running_kafka, f"{topic}.billing", 1)
+    producer = Producer(running_kafka.client())
+    prefix = b"\0" + number.to_bytes(4) + b"\x04\0\0"
+    producer.produce(f"{topic}.billing", prefix + b"\n\x05\n\x03tea")
+    producer.flush(30)
+    turn = read(source(running_kafka, topic, registry), mom)
+    assert (turn.messages, turn.dead) == (1, 0)
+    (body,) = bodies(mom)
+    assert json.loads(body) == {"line": {"article": "tea", "pieces_left": 0, "cents": "0"}}
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from saf.destinations.kafka.encoding import Encoding
 from saf.destinations.mapping import Mapped, mapped
 from saf.errors import Refused, Rejected, Unavailable
 from saf.testing.forwarder import Forwarder
-from tests.schema_registry import SchemaRegistry, schema_registry
+from tests.schema_registry import SchemaRegistry, proto, schema_registry
 from tests.waits import until
 
 LOGIN = "saf:hunter2-canary"
@@ -223,22 +223,6 @@ def test_a_schema_may_refer_to_other_subjects(
 
 
 # Protobuf
-
-
-def proto(*messages: tuple[str, list[tuple[str, Any]]], name: str = "order.proto") -> str:
-    """A file of messages with fields, as a registry hands it out."""
-    file = FileDescriptorProto(name=name, package="shop", syntax="proto3")
-    for of, fields in messages:
-        message = file.message_type.add(name=of)
-        for number, (field, kind) in enumerate(fields, 1):
-            one = message.field.add(name=field, number=number, label=1)
-            if isinstance(kind, str):
-                one.type, one.type_name = FieldDescriptorProto.TYPE_MESSAGE, kind
-                if kind.startswith(".google") and not file.dependency:
-                    file.dependency.append("google/protobuf/timestamp.proto")
-            else:
-                one.type = kind
-    return base64.b64encode(file.SerializeToString()).decode()
 
 
 TEXT, INT = FieldDescriptorProto.TYPE_STRING, FieldDescriptorProto.TYPE_INT64

@@ -74,6 +74,8 @@ CONTENT_TYPES = {
 """Content type of what follows the prefix."""
 TYPES = {"avro": "AVRO", "protobuf": "PROTOBUF", "json-schema": "JSON"}
 """Type of a schema, by the registry's name."""
+WRITTEN = {"PROTOBUF": "serialized"}
+"""How to ask for a schema of a type: the registry parses Protobuf's language."""
 WELL_KNOWN = (
     *("any", "source_context", "type", "api", "descriptor", "duration", "empty", "field_mask"),
     *("struct", "timestamp", "wrappers"),
@@ -186,7 +188,7 @@ class Encoding:
         subject = self.settings.subject.format(topic=topic, message_type=message_type)
         form = self.settings.format
         with self._asking(f"register a schema for subject {subject!r}") as registry:
-            newest = registry.get_latest_version(subject, self._form)
+            newest = registry.get_latest_version(subject, WRITTEN.get(TYPES[form]))
             schema = newest.schema
             number = newest.schema_id or 0
             known = number, message_type
@@ -217,18 +219,15 @@ class Encoding:
     def _where(self) -> str:
         return f"schema registry {self.settings.schema_registry}"
 
-    @property
-    def _form(self) -> str | None:
-        # the registry parses Protobuf's language
-        return "serialized" if self.settings.format == "protobuf" else None
-
     def _references(
         self, registry: SchemaRegistryClient, schema: Schema
     ) -> Iterator[tuple[str, str]]:
         """Yield the name and text of each schema that a schema refers to, before that schema."""
         for reference in schema.references or ():
             named = registry.get_version(
-                reference.subject or "", reference.version or 1, fmt=self._form
+                reference.subject or "",
+                reference.version or 1,
+                fmt=WRITTEN.get(schema.schema_type or ""),
             )
             yield from self._references(registry, named.schema)
             yield reference.name or "", named.schema.schema_str or ""
@@ -333,13 +332,7 @@ def protobuf(prefix: bytes, text: str, references: Mapping[str, str], message_ty
         references: other files that it imports, by name.
         message_type: the name of the message; without one of that name, the first is used.
     """
-    pool = DescriptorPool()
-    for name in WELL_KNOWN:
-        module = import_module(f"google.protobuf.{name}_pb2")
-        pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
-    for name, other in references.items():
-        _add(pool, name, other)
-    messages = _add(pool, "saf-body.proto", text).message_types_by_name
+    messages = protobuf_file(text, references).message_types_by_name
     if not messages:
         raise ValueError("it has no message")
     names = list(messages)
@@ -361,6 +354,17 @@ def protobuf(prefix: bytes, text: str, references: Mapping[str, str], message_ty
         return prefix + written
 
     return encode
+
+
+def protobuf_file(text: str, references: Mapping[str, str]) -> Any:
+    """Return the descriptor of a file; ``text`` and ``references`` as in `protobuf`."""
+    pool = DescriptorPool()
+    for name in WELL_KNOWN:
+        module = import_module(f"google.protobuf.{name}_pb2")
+        pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
+    for name, other in references.items():
+        _add(pool, name, other)
+    return _add(pool, "saf-body.proto", text)
 
 
 def _add(pool: DescriptorPool, name: str, text: str) -> Any:

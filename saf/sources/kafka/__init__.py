@@ -85,8 +85,8 @@ class Kafka(SourceSettings):
     """With TLS: the password of that key, if it has one."""
 
     schema_registry: str | None = None
-    """Address of the schema registry that bodies are encoded with, in Avro or JSON Schema; they are
-    decoded to JSON. Default: bodies stay as they are."""
+    """Address of the schema registry that bodies are encoded with, in Avro, Protobuf or JSON
+    Schema; they are decoded to JSON. Default: bodies stay as they are."""
     schema_registry_username: str | None = None
     """The registry's user."""
     schema_registry_password: SecretStr | None = None
