@@ -74,7 +74,7 @@ bench: $(VENV)/.installed ## the benchmarks, under 10 minutes; some of them: mak
 bench-peers: $(VENV)/.installed ## the same work by other systems; needs the network once
 	$(PY) -m benchmarks.peers
 
-crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, kafka, rabbitmq, rabbitmq_stream, delta, iceberg, http, transforms or stream, FROM=redis, nats, kafka or rabbitmq_stream; SEED=7 SHRINK=12 reduces a finding
+crash: $(VENV)/.installed ## rounds of faults, checked: make crash ROUNDS=20 SEED=7, SECONDS=600, TO=redis, nats, kafka, rabbitmq, rabbitmq_stream, delta, iceberg, http, transforms or stream, FROM=redis, nats, kafka, rabbitmq or rabbitmq_stream; SEED=7 SHRINK=12 reduces a finding
 	@$(PY) -m tests.crash $(if $(ROUNDS),--rounds $(ROUNDS)) $(if $(SEED),--seed $(SEED)) \
 	$(if $(SECONDS),--seconds $(SECONDS)) $(if $(TO),--to $(TO)) \
 	$(if $(FROM),--from $(FROM)) $(if $(SHRINK),--shrink --round $(SHRINK))

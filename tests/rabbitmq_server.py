@@ -241,6 +241,11 @@ class Queues:
         with self.channel() as channel:
             channel.queue_delete(queue)
 
+    def waiting(self, queue: str) -> int:
+        """How many messages wait in a queue, without those that are not acknowledged yet."""
+        with self.channel() as channel:
+            return int(channel.queue_declare(queue, passive=True).method.message_count)
+
     def messages(self, queue: str) -> list[tuple[Any, bytes]]:
         """The properties and bodies of a queue's messages, which stay there."""
         found: list[tuple[Any, bytes]] = []

@@ -4,7 +4,8 @@ The application's messages go to topics of a queue, and readers store the topics
 MOM store: PostgreSQL, a queue, PostgreSQL, with saf at both ends. Besides what goes wrong on the
 way to a queue, readers are killed, and stopped past their leases, and so is the MOM store. At the
 end, the inbox is compared with what the application has sent, and with the topics: what a topic
-has, whether once or twice, is stored as often.
+has, whether once or twice, is stored as often. A queue of RabbitMQ keeps nothing: what it had twice
+is stored once.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from saf.forwarding.runner import InProcess
 from saf.forwarding.summary import Summary
 from saf.sources.kafka import Kafka
 from saf.sources.nats import Nats
+from saf.sources.rabbitmq import Rabbitmq
 from saf.sources.rabbitmq_stream import RabbitmqStream
 from saf.sources.redis import Redis
 from saf.sources.settings import SourceSettings
-from tests.crash.checker import Verdict
+from tests.crash.checker import Verdict, check
 from tests.crash.consumers import CONSUMED
 from tests.crash.faults import stop_one
 from tests.crash.forwarders import LEASE_SECONDS
@@ -41,12 +43,14 @@ from tests.crash.queues import (
     KafkaSite,
     NatsSite,
     QueueSite,
+    RabbitmqSite,
     RabbitmqStreamSite,
     RedisSite,
     plan_to,
 )
 from tests.crash.stall import listen
 from tests.kafka_server import KafkaQueue
+from tests.rabbitmq_server import Queues
 
 FAULTS = (
     "kill_reader",
@@ -196,10 +200,45 @@ class RabbitmqStreamSources(SourceSite, RabbitmqStreamSite):
         )
 
 
+class RabbitmqSources(SourceSite, RabbitmqSite):
+    """From queues of a RabbitMQ server, which are empty once their messages are stored.
+
+    So what is stored is compared with what the application has sent. Queues have some messages
+    twice, and the inbox has each of them once: the window of ids recognises them.
+    """
+
+    def topic(self, service: str) -> SourceSettings:
+        return Rabbitmq(
+            server=f"amqp://127.0.0.1:{self.queue.port}",
+            topic=service,
+            service=service,
+            chunk_rows=7,
+        )
+
+    def prepare(self, plan: Plan) -> Dsn:
+        self.app = super().prepare(plan)
+        return self.app
+
+    def left(self) -> int:
+        """How many messages wait in queues, or are promised and not stored."""
+        assert isinstance(self.queue, Queues)
+        if waiting := sum(map(self.queue.waiting, QUALITIES)):
+            return waiting
+        return len(check(self.app.conninfo, [self.mom.dsn("mom").conninfo], self.qualities).lost)
+
+    def look(self, verdict: Verdict) -> None:
+        """Add what is stored twice, and what readers have refused."""
+        with psycopg.connect(self.mom.dsn("mom").conninfo) as connection:
+            stored = Counter(connection.execute(STORED).fetchall())
+        compare(Counter({*stored}), stored, verdict)
+        verdict.refused_wrongly += self.refused.read_text().splitlines()
+
+
 SOURCES: Mapping[str, type[SourceSite]] = {
     "redis": RedisSources,
     "kafka": KafkaSources,
     "nats": NatsSources,
+    "rabbitmq": RabbitmqSources,
     "rabbitmq_stream": RabbitmqStreamSources,
 }
 
