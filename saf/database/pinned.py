@@ -41,7 +41,8 @@ PINNED = (
         "alembic.runtime.environment.EnvironmentContext",
         ("_install_proxy",),
     ),
-    Pinned("nats-py", "2.16.0", "nats.aio.client.Client", ("_transport", "_process_msg")),
+    Pinned("nats-py", "2.16.0", "nats.aio.client.Client", ("_transport", "_process_msg", "_ps")),
+    Pinned("nats-py", "2.16.0", "nats.protocol.parser.Parser", ("buf", "state", "parse")),
     Pinned("nats-py", "2.16.0", "nats.aio.transport.TcpTransport", ("_io_writer",)),
     Pinned("pika", "1.4.4", "pika.SelectConnection", ("_transport",)),
     Pinned("deltalake", "1.6.6", "deltalake.fs.DeltaStorageHandler", ("_handler",)),
@@ -259,23 +260,38 @@ def abort_client(client: Any) -> None:
         writer.transport.abort()
 
 
-def nats_client(take: Callable[[bytes, bytes, bytes], bool]) -> Any:
-    """Return a NATS client that offers each message to a function before it handles it.
+def nats_client(
+    take: Callable[[bytes, bytes, bytes], bool], take_all: Callable[[bytearray], bool]
+) -> Any:
+    """Return a NATS client that offers messages to functions before it handles them.
 
-    ``take`` gets the subject, the headers (empty without any) and the body as received, and returns
-    True if the client is not to handle the message.
+    ``take`` gets the subject, the headers (empty without any) and the body of a message as
+    received, and returns True if the client is not to handle the message. ``take_all`` gets all
+    that was received, if it begins with an operation of the protocol. It removes the messages that
+    it takes, and returns True if the client is to wait for more before it looks at the rest.
 
     *Upstream*: The client parses the headers of each message, creates an object for it, and passes
     it on by a queue and a task. That takes most of the time of a program that reads a stream in
     batches. A callback that gets the bytes of a subscription's messages would avoid it.
     """
     from nats.aio.client import Client
+    from nats.protocol.parser import AWAITING_CONTROL_LINE, Parser
 
     class Raw(Client):
+        def __init__(self) -> None:
+            super().__init__()
+            self._ps = RawParser(self)
+
         async def _process_msg(
             self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes
         ) -> None:
             if not take(subject, headers or b"", data):
                 await super()._process_msg(sid, subject, reply, data, headers)
+
+    class RawParser(Parser):
+        async def parse(self, data: bytes = b"") -> None:
+            self.buf.extend(data)
+            if self.state != AWAITING_CONTROL_LINE or not take_all(self.buf):
+                await super().parse()
 
     return Raw()

@@ -77,7 +77,7 @@ class Connection:
     def _open(self, host: str, port: int, settings: Nats) -> None:
         self._seconds = settings.bounds.network_seconds
         self._runner = asyncio.Runner()
-        self._client: Client = pinned.nats_client(self._take)
+        self._client: Client = pinned.nats_client(self._take, self._take_all)
         self._subject, self._batch = b"", list[Raw]()
         try:
             self._run(self._connect(host, port, settings))
@@ -218,6 +218,29 @@ class Connection:
             return False
         self._batch.append((head, body))
         return True
+
+    def _take_all(self, received: bytearray) -> bool:
+        """Keep the messages of the batch that is awaited, and remove them from what was received.
+
+        Return True if the rest is the beginning of another message of the batch. Any other rest is
+        the client's, which offers further messages to `_take`.
+        """
+        if not self._subject:
+            return False
+        begin, at, waits = b"HMSG " + self._subject + b" ", 0, False
+        while received.startswith(begin, at):
+            line = received.find(b"\r\n", at)
+            sizes = received[at:line].split()[-2:] if line >= 0 else ()
+            head = line + 2
+            body, end = (head + int(size) for size in sizes) if sizes else (0, len(received))
+            if len(received) < end + 2:
+                waits = True
+                break
+            if not self._take(self._subject, bytes(received[head:body]), bytes(received[body:end])):
+                break
+            at = end + 2
+        del received[:at]
+        return waits
 
     def receive(self) -> Msg:
         """Wait for the next message."""

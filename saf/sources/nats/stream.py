@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -41,12 +42,18 @@ AT_ONCE, BYTES_AT_ONCE = 5_000, 8 << 20
 """Most messages, and most bytes, to request at a time."""
 END, NONE = "204", "404"
 """Status of the answer after a batch, and of an answer without messages."""
-ADDED = re.compile(
-    rb"\r\nNats-Stream: [^\r]*\r\nNats-Subject: ([^\r]*)\r\nNats-Sequence: (\d+)\r\n"
+ADDED = (
+    rb"Nats-Stream: [^\r]*\r\nNats-Subject: ([^\r]*)\r\nNats-Sequence: (\d+)\r\n"
     rb"Nats-Time-Stamp: ([^\r]*)\r\n"
 )
 """Headers that the server adds to a message."""
-FIRST_ADDED = b"\r\nNats-Stream: "
+VERSION = b"NATS/1.0\r\n"
+VALUE = rb": ([^ \r](?:[^\r]*[^ \r])?)\r\n"
+"""Rest of a line whose value has no spaces around it."""
+COMMAND = rb":[^\r]*\r\n"
+FURTHER = rb"(?:Nats-(?:Num-Pending|Last-Sequence): \d+\r\n)*\r\n"
+"""Rest of the headers of a message in a batch."""
+LAST_ADDED, FIRST_ADDED = re.compile(rb"\r\n" + ADDED), b"\r\nNats-Stream: "
 COMMANDS, MESSAGE_ID = b"Nats-", b"Nats-Msg-Id"
 """Prefix of headers that are commands to the server, and the only one that says something."""
 SUBJECT = "Nats-Subject"
@@ -62,6 +69,7 @@ class Stream(Linked[Api]):
         self.settings = settings
         self._destination = settings.as_destination()
         self._marks = all_marks(settings.stream).removesuffix(">").encode()
+        self._headers = Headers()
         self._has_wildcards = not {"*", ">"}.isdisjoint(settings.topic.split("."))
 
     def _open(self) -> Api:
@@ -123,24 +131,22 @@ class Stream(Linked[Api]):
     def _record(self, raw: Raw) -> Record | None:
         """Return a message; None for a mark of saf's destination."""
         head, body = raw
-        added = _added(head)
-        subject, sequence, moment = added.groups()
+        headers, subject, sequence, moment = self._headers.read(head)
         if subject.startswith(self._marks):
             return None
-        headers: dict[str, bytes] = {}
-        for line in head[: added.start()].split(b"\r\n")[1:]:
-            name, _, value = line.partition(b":")
-            if not name.startswith(COMMANDS) or name == MESSAGE_ID:
-                headers[name.decode(errors="backslashreplace")] = value.strip(b" ")
-        if _is_encoded(headers):
-            headers = {name: unquote_to_bytes(value) for name, value in headers.items()}
-        elif self._has_wildcards:
-            headers[SUBJECT] = subject
+        if not _is_encoded(headers):
+            if self._has_wildcards:
+                headers[SUBJECT] = subject
+        elif b"%" in head:
+            for name, value in headers.items():
+                if b"%" in value:
+                    headers[name] = unquote_to_bytes(value)
         return Record(
-            position=(0, int(sequence)),
-            headers=headers,
-            body=body,
-            created_at=datetime.fromisoformat(moment.decode()),
+            (0, int(sequence)),
+            headers,
+            body,
+            None,
+            datetime.fromisoformat(moment.decode()),
         )
 
     def _has_after(self, api: Api, sequence: int) -> bool:
@@ -175,8 +181,41 @@ class Stream(Linked[Api]):
         )
 
 
+class Headers:
+    """Reads headers. Those of one writer have the same names, so a pattern of the last ones is
+    tried first, which takes a third of the time."""
+
+    def __init__(self) -> None:
+        self._names: Sequence[str] = ()
+        self._alike = re.compile(rb"(?!)")
+
+    def read(self, head: bytes) -> tuple[dict[str, bytes], bytes, bytes, bytes]:
+        """Return a message's headers, its subject, its sequence, and when it was added."""
+        if (found := self._alike.fullmatch(head)) is not None:
+            *values, subject, sequence, moment = found.groups()
+            return dict(zip(self._names, values, strict=True)), subject, sequence, moment
+        added = _added(head)
+        subject, sequence, moment = added.groups()
+        headers: dict[str, bytes] = {}
+        alike = re.escape(VERSION)
+        repeated = False
+        for line in head[: added.start()].split(b"\r\n")[1:]:
+            name, _, value = line.partition(b":")
+            if name.startswith(COMMANDS) and name != MESSAGE_ID:
+                alike += re.escape(name) + COMMAND
+                continue
+            called = name.decode(errors="backslashreplace")
+            repeated = repeated or called in headers
+            headers[called] = value.strip(b" ")
+            alike += re.escape(name) + VALUE
+        if not repeated:
+            self._names = [*headers]
+            self._alike = re.compile(alike + ADDED + FURTHER)
+        return headers, subject, sequence, moment
+
+
 def _added(head: bytes) -> re.Match[bytes]:
-    found = ADDED.match(head, head.rfind(FIRST_ADDED))
+    found = LAST_ADDED.match(head, head.rfind(FIRST_ADDED))
     assert found is not None  # noqa: S101 - the server adds them to each message
     return found
 

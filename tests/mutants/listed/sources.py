@@ -23,6 +23,7 @@ RABBIT_STREAM = "saf/sources/rabbitmq_stream/stream.py"
 QUEUE = "contract/test_source_rabbitmq.py::TestRabbitmq::"
 WINDOW = "saf/sources/window.py"
 NATS_STREAM = "saf/sources/nats/stream.py"
+NATS_CONNECTION = "saf/destinations/nats/connection.py"
 
 MUTANTS = (
     mutant(
@@ -209,6 +210,41 @@ MUTANTS = (
         "head.rfind(FIRST_ADDED)",
         "head.find(FIRST_ADDED)",
         NATS + "test_headers_that_look_like_the_servers_are_not_taken_for_them",
+    ),
+    mutant(
+        "a_message_that_has_not_arrived_whole_is_cut",
+        NATS_CONNECTION,
+        "if len(received) < end + 2:",
+        "if len(received) < end:",
+        "unit/test_nats_bytes.py::test_messages_of_a_batch_arrive_whole_however_their_bytes_do",
+    ),
+    mutant(
+        "a_batch_takes_messages_of_a_longer_subject",
+        NATS_CONNECTION,
+        'begin, at, waits = b"HMSG " + self._subject + b" ", 0, False',
+        'begin, at, waits = b"HMSG " + self._subject, 0, False',
+        "unit/test_nats_bytes.py::test_messages_of_a_batch_arrive_whole_however_their_bytes_do",
+    ),
+    mutant(
+        "commands_of_later_messages_are_headers",
+        NATS_STREAM,
+        "alike += re.escape(name) + COMMAND",
+        "alike += re.escape(name) + VALUE",
+        "unit/test_nats_bytes.py::test_headers_do_not_depend_on_those_that_were_read_before",
+    ),
+    mutant(
+        "a_name_that_is_repeated_has_its_first_value",
+        NATS_STREAM,
+        "        if not repeated:",
+        "        if True:",
+        "unit/test_nats_bytes.py::test_headers_do_not_depend_on_those_that_were_read_before",
+    ),
+    mutant(
+        "spaces_around_values_of_later_messages_stay",
+        NATS_STREAM,
+        'VALUE = rb": ([^ \\r](?:[^\\r]*[^ \\r])?)\\r\\n"',
+        'VALUE = rb": ([^\\r]*)\\r\\n"',
+        "unit/test_nats_bytes.py::test_headers_do_not_depend_on_those_that_were_read_before",
     ),
     mutant(
         "large_bodies_of_nats_are_read_by_number_only",
