@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +17,7 @@ from saf.destinations.queues import Format
 from saf.destinations.rabbitmq_stream import RabbitmqStream as Destination
 from saf.destinations.rabbitmq_stream import amqp
 from saf.destinations.rabbitmq_stream.connection import Command, batched, frame
-from saf.errors import TopicMadeAgain, Unavailable
+from saf.errors import SourceSetBack, TopicMadeAgain, Unavailable
 from saf.sources import BEGINNING
 from saf.sources.rabbitmq_stream import RabbitmqStream
 from saf.testing.source_conformance import Written
@@ -177,6 +179,26 @@ class TestRabbitmqStream(SourceSuite):
         refused = pytest.raises(Unavailable, match="the leader of stream 'payments', rabbit-7 is")
         with closing(stream_source(server).open("t")) as source, refused:
             source.connect()
+
+    def test_a_server_that_was_set_back_is_refused(self, tmp_path: Path, billing: Dsn) -> None:
+        own = RabbitmqServer(folder=tmp_path)
+        own.start()
+        try:
+            own.publish(TOPIC, [*map(amqp_of, texts(numbers(5)))])
+            own.kill()
+            shutil.copytree(tmp_path / "data", tmp_path / "kept")
+            own.start()
+            own.publish(TOPIC, [*map(amqp_of, texts(numbers(5, 5)))])
+            read(stream_source(own), billing)
+            own.kill()
+            shutil.rmtree(tmp_path / "data")
+            (tmp_path / "kept").rename(tmp_path / "data")
+            own.start()
+            with pytest.raises(SourceSetBack, match="was read up to 10, and ends at 5"):
+                read(stream_source(own), billing)
+        finally:
+            own.kill()
+        assert bodies(billing) == numbers(10)
 
 
 def add_batch(server: RabbitmqServer, kind: int, codec: str | None, messages: list[bytes]) -> None:
