@@ -92,12 +92,35 @@ MUTANTS: list[Mutant] = [
         f"{DECIDED}::test_a_key_that_a_person_makes_due_is_a_members_and_no_other_persons",
     ),
     mutant(
-        "a number of one broker is decided about in all of them",
+        "a number of one broker is looked for in all of them",
         "saf/cli/brokers.py",
         "        if numbers and len(self.brokers) > 1:",
         "        if False:",
         "integration/test_set_aside.py::"
+        "test_a_number_of_one_broker_alone_needs_no_broker_where_nothing_can_be_lost",
+    ),
+    mutant(
+        "a number of one broker is decided about in all of them",
+        "saf/cli/decisions.py",
+        "    if len(round_.brokers) <= 1:\n        return round_\n",
+        "    return round_\n",
+        "integration/test_set_aside.py::"
         "test_what_a_number_names_is_decided_about_in_one_broker_only",
+    ),
+    mutant(
+        "a decision that cannot be undone takes the broker that alone has the number",
+        "saf/cli/decisions.py",
+        "if alone and len(having) == 1 and not round_.failed:",
+        "if len(having) == 1 and not round_.failed:",
+        "integration/test_set_aside.py::"
+        "test_what_a_number_names_is_decided_about_in_one_broker_only",
+    ),
+    mutant(
+        "a number is retried at the first of the brokers that have it",
+        "saf/cli/decisions.py",
+        "if alone and len(having) == 1 and not round_.failed:",
+        "if alone and having and not round_.failed:\n        having = having[:1]",
+        "integration/test_set_aside.py::test_a_number_that_several_brokers_know_is_retried_at_none",
     ),
     mutant(
         "a decision that is interrupted goes on to its end",
