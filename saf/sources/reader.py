@@ -26,6 +26,7 @@ from saf.destinations import Refusal
 from saf.destinations.marks import MAIN
 from saf.errors import Fenced, UnknownService
 from saf.failpoints import fail_point
+from saf.garbage import uncollected
 from saf.sources import BEGINNING, Extent, Position, Records, Source, columns
 from saf.sources.decoding import Decoder
 from saf.sources.judging import judge
@@ -298,6 +299,7 @@ class Reader:
     def _start(self, share: Share) -> Future[Read]:
         return self._ahead.submit(lambda: self._next(share))
 
+    @uncollected()
     def _next(self, share: Share) -> Read:
         """Read and decode the next chunk of a partition."""
         assert self._source and self._decoder  # noqa: S101, PT018 - set by _tend()

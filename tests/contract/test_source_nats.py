@@ -105,14 +105,14 @@ class TestNats(SourceSuite):
         with reading(source, billing) as reader:
             reader._tend()
             stream: Any = reader._source
-            batch = stream._batch
+            answer = stream._answer
 
             def purged(*given: Any) -> Any:
-                found = batch(*given)
+                found = answer(*given)
                 server.ask(f"$JS.API.STREAM.PURGE.{STREAM}", keep=3)
                 return found
 
-            monkeypatch.setattr(stream, "_batch", purged)
+            monkeypatch.setattr(stream, "_answer", purged)
             with pytest.raises(RetentionPassed):
                 reader.turn(lambda: False)
         assert bodies(billing) == []
@@ -156,15 +156,16 @@ class TestNats(SourceSuite):
         with reading(source, billing) as reader:
             reader._tend()
             stream: Any = reader._source
-            batch = stream._batch
+            ask, answer = stream._ask, stream._answer
 
-            def late(api: Any, after: int, limit: int, size: int) -> Any:
+            def late(api: Any, after: int) -> Any:
                 """Answer like a server of a cluster that has only the first five messages."""
-                at, _, records = batch(api, after, min(limit, max(5 - after, 1)), size)
-                return (at, False, records) if after < 5 else (after, False, [])
+                at, _, found = answer(api, after)
+                return (at, False, found) if after < 5 else (after, False, [])
 
             with monkeypatch.context() as patched:
-                patched.setattr(stream, "_batch", late)
+                patched.setattr(stream, "_ask", lambda api, after, *_: ask(api, after, 5, 1 << 20))
+                patched.setattr(stream, "_answer", late)
                 reader.turn(lambda: False)
                 assert bodies(billing) == numbers(5)
             reader.turn(lambda: False)

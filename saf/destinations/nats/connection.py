@@ -78,7 +78,7 @@ class Connection:
         self._seconds = settings.bounds.network_seconds
         self._runner = asyncio.Runner()
         self._client: Client = pinned.nats_client(self._take, self._take_all)
-        self._subject, self._batch = b"", list[Raw]()
+        self._asked_for, self._subject, self._batch = "", b"", list[Raw]()
         try:
             self._run(self._connect(host, port, settings))
         except BaseException:
@@ -172,9 +172,9 @@ class Connection:
     def requests(self, asked: Sequence[Message]) -> list[Msg]:
         """Send messages, and return their answers."""
         parts = [asked[first : first + MOST_ASKED] for first in range(0, len(asked), MOST_ASKED)]
-        return [answer for part in parts for answer in self._asked(part)]
+        return [answer for part in parts for answer in self._answered(part)]
 
-    def _asked(self, asked: Sequence[Message]) -> list[Msg]:
+    def _answered(self, asked: Sequence[Message]) -> list[Msg]:
         inboxes = [self.inbox() for _ in asked]
         self.publish(
             message._replace(reply=inbox) for message, inbox in zip(asked, inboxes, strict=True)
@@ -199,18 +199,22 @@ class Connection:
             if answer.subject == inbox:
                 yield of(subject, answer)
 
-    def batch(self, subject: str, body: bytes) -> tuple[list[Raw], Msg]:
-        """Send a request for messages of a stream; return them, and the answer that ends them.
+    def ask_for_batch(self, subject: str, body: bytes) -> None:
+        """Send a request for messages of a stream, which `batch` returns."""
+        self._asked_for = subject
+        self._subject, self._batch = self.inbox().encode(), []
+        self.publish([Message(subject, body, reply=self._subject.decode())])
+
+    def batch(self) -> tuple[list[Raw], Msg]:
+        """Return the messages that were requested, and the answer that ends them.
 
         The client reads no headers of these messages: that would take most of the time.
         """
-        inbox = self.inbox()
-        self._subject, self._batch = inbox.encode(), []
-        self.publish([Message(subject, body, reply=inbox)])
+        inbox = self._subject.decode()
         while (answer := self.receive()).subject != inbox:
             pass
         self._subject, messages = b"", self._batch
-        return messages, of(subject, answer)
+        return messages, of(self._asked_for, answer)
 
     def _take(self, subject: bytes, head: bytes, body: bytes) -> bool:
         """Keep a message of the batch that is awaited; return False for any other message."""

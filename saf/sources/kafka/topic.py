@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -272,5 +273,11 @@ def _record(position: Position, message: Any) -> Record:
         headers,
         message.value() or b"",
         message.key(),
-        datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds > 0 else None,
+        _moment(milliseconds),
     )
+
+
+@lru_cache(maxsize=1)
+def _moment(milliseconds: int) -> datetime | None:
+    """Return a time; many records in a row have the same."""
+    return datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds > 0 else None

@@ -102,17 +102,21 @@ class Stream(Linked[Api]):
             before = self._extent(api)
             if not before.exists:
                 return Records(extent=before)
-            while more and len(records) < limit and size > 0:
-                at, more, page = self._batch(api, at, limit - len(records), size)
-                records += page
-                size -= sum(len(record.body) for record in page)
+            self._ask(api, at, limit, size)
+            while more and limit > 0 and size > 0:
+                at, more, found = self._answer(api, at)
+                limit -= len(found)
+                size -= sum(len(body) for _, body in found)
+                if more and limit > 0 and size > 0:
+                    self._ask(api, at, limit, size)  # the server works while these are decoded
+                records += [one for raw in found if (one := self._record(raw)) is not None]
             if not more and at < before.last[1] and not self._has_after(api, at):
                 at = before.last[1]
             extent = self._extent(api)  # last, so that it shows removals during the read
         return Records(extent=extent, records=records, added=at, end=(0, at))
 
-    def _batch(self, api: Api, after: int, limit: int, size: int) -> tuple[int, bool, list[Record]]:
-        """Return the last sequence of a batch, whether more follow, and the messages."""
+    def _ask(self, api: Api, after: int, limit: int, size: int) -> None:
+        """Request a batch of messages."""
         asked = {
             "seq": after + 1,
             "next_by_subj": self.settings.topic,
@@ -120,13 +124,16 @@ class Stream(Linked[Api]):
             "max_bytes": min(size, BYTES_AT_ONCE),
         }
         subject = f"$JS.API.DIRECT.GET.{self.settings.stream}"
-        found, answer = api.connection.batch(subject, json.dumps(asked).encode())
+        api.connection.ask_for_batch(subject, json.dumps(asked).encode())
+
+    def _answer(self, api: Api, after: int) -> tuple[int, bool, list[Raw]]:
+        """Return the last sequence of a batch, whether more follow, and the messages."""
+        found, answer = api.connection.batch()
         code, said = status(answer), answer.headers or {}
         if code not in (END, NONE):
             raise Unavailable(self.what, f"{self.settings.server}: it answers {dict(said)}")
-        records = [record for raw in found if (record := self._record(raw)) is not None]
         at = int(_added(found[-1][0])[2]) if found else after
-        return at, code == END and int(said.get("Nats-Num-Pending", 0)) > 0, records
+        return at, code == END and int(said.get("Nats-Num-Pending", 0)) > 0, found
 
     def _record(self, raw: Raw) -> Record | None:
         """Return a message; None for a mark of saf's destination."""
