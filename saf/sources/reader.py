@@ -26,9 +26,9 @@ from saf.destinations import Refusal
 from saf.destinations.marks import MAIN
 from saf.errors import Fenced, UnknownService
 from saf.failpoints import fail_point
-from saf.garbage import uncollected
 from saf.sources import BEGINNING, Extent, Position, Records, Source, columns
 from saf.sources.decoding import Decoder
+from saf.sources.garbage import uncollected
 from saf.sources.judging import judge
 from saf.sources.ownership import Membership, Share
 from saf.sources.settings import SourceSettings

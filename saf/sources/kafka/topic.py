@@ -147,13 +147,9 @@ class Topic:
         records: list[Record] = []
         at = after
         with self._errors():
-            for message in self._messages(consumer, limit, size, shard):
-                offset = int(message.offset() or 0)
-                if message.error() is None:
-                    at = 0, offset + 1
-                    records.append(_record(at, message))
-                else:  # the end of the readable records
-                    at = max(at, (0, offset))
+            for page, end in self._pages(consumer, limit, size, shard):
+                records += page
+                at = max(at, end)
         if self._destination.encodes:
             records = [self._decoded(record) for record in records]
         self._next[shard] = at
@@ -184,23 +180,29 @@ class Topic:
                 consumer.close()
         self._admin = None
 
-    def _messages(self, consumer: Consumer, limit: int, size: int, shard: int) -> Iterator[Any]:
-        """Yield records up to a limit; at the readable end, its event, which has an error."""
+    def _pages(
+        self, consumer: Consumer, limit: int, size: int, shard: int
+    ) -> Iterator[tuple[list[Record], Position]]:
+        """Yield records up to a limit or to the readable end, and where they end."""
         self._voices.said = None
         left, last_answer = limit, time.monotonic()
         bound = self.settings.bounds.statement_seconds
         while left > 0 and size > 0:
-            for message in consumer.consume(min(left, AT_ONCE), 0.05):
+            found = consumer.consume(min(left, AT_ONCE), 0.05)
+            if found:
                 last_answer = time.monotonic()
-                error = message.error()
-                if error is None:
-                    left -= 1
-                    size -= len(message.value() or b"")
-                    self._ended.discard(shard)
-                    yield message
-                elif error.code() == KafkaError._PARTITION_EOF:
+            page = [_record(message) for message in found if message.error() is None]
+            if page:
+                left -= len(page)
+                size -= sum(len(record.body) for record in page)
+                self._ended.discard(shard)
+                yield page, page[-1].position
+            for message in found if len(page) < len(found) else ():
+                if (error := message.error()) is None:
+                    continue
+                if error.code() == KafkaError._PARTITION_EOF:
                     self._ended.add(shard)
-                    yield message
+                    yield [], (0, int(message.offset() or 0))
                     left = 0
                 elif error.code() in OUT_OF_RANGE:
                     return  # the next look at the partition's extent tells why
@@ -263,13 +265,13 @@ def _extent(low: int, high: int, topic_id: str | None) -> Extent:
     )
 
 
-def _record(position: Position, message: Any) -> Record:
+def _record(message: Any) -> Record:
     _, milliseconds = message.timestamp()
     headers: dict[str, bytes] = dict(message.headers() or ())
     if None in headers.values():
         headers = {name: value or b"" for name, value in headers.items()}
     return Record(
-        position,
+        (0, message.offset() + 1),
         headers,
         message.value() or b"",
         message.key(),

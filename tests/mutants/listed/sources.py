@@ -612,4 +612,26 @@ MUTANTS = (
         "headers = record.headers",
         SCHEMAS + "test_what_a_destination_encodes_a_source_reads_back",
     ),
+    mutant(
+        "garbage_is_never_collected_while_readers_overlap",
+        "saf/sources/garbage.py",
+        "                gc.collect()\n",
+        "                pass\n",
+        "unit/test_garbage.py::test_blocks_that_always_overlap_do_not_keep_garbage",
+    ),
+    mutant(
+        "a_reader_enables_a_collector_that_its_application_has_disabled",
+        "saf/sources/garbage.py",
+        "            if not self.was_enabled:\n                return\n",
+        "",
+        "unit/test_garbage.py::"
+        "test_an_application_that_has_disabled_its_collector_keeps_it_disabled",
+    ),
+    mutant(
+        "the_collector_rests_until_the_first_of_two_readers_is_done",
+        "saf/sources/garbage.py",
+        "            if not self.blocks:\n                gc.enable()\n            elif",
+        "            gc.enable()\n            if",
+        "unit/test_garbage.py::test_blocks_of_two_threads_share_one_rest",
+    ),
 )
