@@ -189,8 +189,11 @@ class Stream(Linked[Api]):
 
 
 class Headers:
-    """Reads headers. Those of one writer have the same names, so a pattern of the last ones is
-    tried first, which takes a third of the time."""
+    """Reads the headers of messages.
+
+    Those of one writer have the same names, so a pattern of the last ones is tried first. That
+    takes a third of the time.
+    """
 
     def __init__(self) -> None:
         self._names: Sequence[str] = ()
