@@ -228,11 +228,13 @@ class LossyKafka(Lossy):
         return data.replace(b"127.0.0.1" + there, b"127.0.0.1" + here)
 
 
-def make(server: KafkaServer, topic: str, partitions: int = 2) -> None:
+def make(server: KafkaServer, topic: str, partitions: int = 2, **settings: str) -> None:
     """Create a topic unless it exists."""
     admin = server.admin()
     if topic not in admin.list_topics(timeout=30).topics:
-        for answer in admin.create_topics([NewTopic(topic, partitions, 1)]).values():
+        for answer in admin.create_topics(
+            [NewTopic(topic, partitions, 1, config=settings)]
+        ).values():
             answer.result()
 
 

@@ -1,65 +1,58 @@
-"""Garbage: the collector rests while many objects are made, none of which is garbage.
+"""Garbage: the collector runs less often while many objects are made, none of which is garbage.
 
-The collector runs whenever some hundred more objects were made than removed, and looks through
-those that are new. A chunk in Python has ten thousands, so it would look through them again and
-again: that takes a third of the time to read a queue.
+The collector runs whenever some hundreds more objects were made than removed, and looks through
+those that are new. A chunk in Python has tens of thousands, so it would look through them again and
+again: that takes up to a third of the time to read a queue.
 """
 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
 
-LONGEST_SECONDS = 10.0
-"""Time after which garbage is collected although another thread is inside a block."""
+MANY = 100_000
+"""Objects that the collector is to wait for: more than a chunk usually has."""
 
 
-class _Rest:
+class _Patience:
     """The blocks of all threads, because the collector is the process's."""
 
     def __init__(self) -> None:
         self.turn = Lock()
         self.blocks = 0
-        self.was_enabled = False
-        self.since = 0.0
+        self.before = gc.get_threshold()
 
     def begin(self) -> None:
         with self.turn:
             if not self.blocks:
-                self.was_enabled, self.since = gc.isenabled(), time.monotonic()
-                gc.disable()
+                self.before = gc.get_threshold()
+                first, *others = self.before
+                if 0 < first < MANY:  # 0: the application has disabled it
+                    gc.set_threshold(MANY, *others)
             self.blocks += 1
 
     def end(self) -> None:
         with self.turn:
             self.blocks -= 1
-            if not self.was_enabled:
-                return
             if not self.blocks:
-                gc.enable()
-            elif time.monotonic() - self.since > LONGEST_SECONDS:
-                self.since = time.monotonic()
-                gc.collect()
+                gc.set_threshold(*self.before)
 
 
-_rest = _Rest()
+_patience = _Patience()
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Let the garbage collector rest in a block; use it for the work of a chunk.
+def rarely_collected() -> Iterator[None]:
+    """Let the garbage collector wait for `MANY` objects in a block.
 
-    >>> with uncollected():
-    ...     gc.isenabled()
-    False
-    >>> gc.isenabled()
-    True
+    >>> with rarely_collected():
+    ...     gc.get_threshold()[0]
+    100000
     """
-    _rest.begin()
+    _patience.begin()
     try:
         yield
     finally:
-        _rest.end()
+        _patience.end()

@@ -28,7 +28,7 @@ from saf.errors import Fenced, UnknownService
 from saf.failpoints import fail_point
 from saf.sources import BEGINNING, Extent, Position, Records, Source, columns
 from saf.sources.decoding import Decoder
-from saf.sources.garbage import uncollected
+from saf.sources.garbage import rarely_collected
 from saf.sources.judging import judge
 from saf.sources.ownership import Membership, Share
 from saf.sources.settings import SourceSettings
@@ -299,7 +299,7 @@ class Reader:
     def _start(self, share: Share) -> Future[Read]:
         return self._ahead.submit(lambda: self._next(share))
 
-    @uncollected()
+    @rarely_collected()
     def _next(self, share: Share) -> Read:
         """Read and decode the next chunk of a partition."""
         assert self._source and self._decoder  # noqa: S101, PT018 - set by _tend()

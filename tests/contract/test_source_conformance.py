@@ -279,3 +279,16 @@ def _end(server: KafkaServer, topic: str, partition: int) -> int:
         return int(end)
     finally:
         consumer.close()
+
+
+def test_a_record_of_kafka_may_have_a_time_far_off(running_kafka: KafkaServer) -> None:
+    topic = f"t{uuid4().hex[:8]}"
+    make(running_kafka, topic, 1, **{"message.timestamp.after.max.ms": str(2**63 - 1)})
+    producer = Producer(running_kafka.client())
+    producer.produce(topic, b"1", timestamp=1_700_000_000_000_000)
+    producer.flush(30)
+    settings = Kafka(brokers=running_kafka.address, topic=topic, service="billing")
+    with closing(settings.bounded(Bounds(statement_seconds=20)).open("t")) as source:
+        source.connect()
+        (record,) = source.read(0, BEGINNING, 10).records
+    assert (record.body, record.created_at) == (b"1", None)

@@ -179,6 +179,14 @@ class TestNats(SourceSuite):
         turn = read(nats_source(server, stream="SAF", topic=">"), billing)
         assert (turn.messages, turn.dead) == (5, 0)
 
+    def test_marks_alone_do_not_end_a_read(
+        self, app: Dsn, server: NatsServer, billing: Dsn
+    ) -> None:
+        send_numbers(app, *range(5))
+        forward(app, there=self.destination(server, "saf"))
+        source = nats_source(server, stream="SAF", topic=">", chunk_rows=1)
+        assert read(source, billing).messages == 5
+
     def test_a_message_of_another_writer_has_its_headers_and_its_subject(
         self, server: NatsServer, billing: Dsn
     ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -92,40 +93,56 @@ def source(server: KafkaServer, topic: str, registry: SchemaRegistry) -> Kafka:
     return settings.bounded(BOUNDS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", SCHEMAS)
-def test_what_a_destination_encodes_a_source_reads_back(
-    app: Dsn, mom: Dsn, running_kafka: KafkaServer, registry: SchemaRegistry, form: str
-) -> None:
-    topic = f"t{uuid4().hex[:8]}"
+SEND = """
+INSERT INTO saf.outbox (to_service, key, message_type, headers, body)
+VALUES (
+    'billing', 'A-1', 'OrderPlaced', '{"content-type": "application/json"}', convert_to(%s, 'UTF8')
+)
+"""
+
+
+def there_and_back(
+    app: Dsn, mom: Dsn, server: KafkaServer, registry: SchemaRegistry, topic: str, *, form: str,
+    schema: dict[str, Any], body: object,
+) -> bool:  # fmt: skip
+    """Whether messages come back as they were sent, encoded by a destination in between."""
     prepare(mom)
-    schema, body = SCHEMAS[form]
     registry.register(f"{topic}.billing-value", schema)
     destination = Destination.model_validate({
-        "brokers": running_kafka.address, "topic": f"{topic}.{{service}}",
+        "brokers": server.address, "topic": f"{topic}.{{service}}",
         "marks_topic": f"{topic}.marks", "format": form, "schema_registry": registry.address,
     })  # fmt: skip
-    send = """
-    INSERT INTO saf.outbox (to_service, key, message_type, headers, body)
-    VALUES (
-        'billing', 'A-1', 'OrderPlaced', '{"content-type": "application/json"}',
-        convert_to(%s, 'UTF8')
-    )
-    """
     with connect(app) as connection:
         for _ in range(40):
-            connection.execute(send, [json.dumps(body)])
+            connection.execute(SEND, [json.dumps(body)])
         sent = [
             id_ for (id_,) in fetch(connection, "SELECT message_id FROM saf.outbox ORDER BY id")
         ]
     receipts = forward(app, there=destination.bounded(BOUNDS))
     assert not [receipt.error for receipt in receipts if receipt.error]
-    turn = read(source(running_kafka, topic, registry), mom)
+    turn = read(source(server, topic, registry), mom)
     assert (turn.messages, turn.dead) == (40, 0)
     found = arrived(mom)
-    assert [row["message_id"] for row in found] == sent
-    assert all(json.loads(row["body"]) == body for row in found)
     assert {row["headers"]["content-type"] for row in found} == {"application/json"}
+    assert [row["message_id"] for row in found] == sent
+    return all(json.loads(row["body"]) == body for row in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", SCHEMAS)
+def test_what_a_destination_encodes_a_source_reads_back(
+    app: Dsn,
+    mom: Dsn,
+    running_kafka: KafkaServer,
+    registry: SchemaRegistry,
+    topic: str,
+    *,
+    form: str,
+) -> None:
+    schema, body = SCHEMAS[form]
+    assert there_and_back(
+        app, mom, running_kafka, registry, topic, form=form, schema=schema, body=body
+    )
 
 
 @pytest.mark.slow
@@ -192,6 +209,55 @@ def test_a_message_within_another_of_an_imported_file_is_read(
     assert (turn.messages, turn.dead) == (1, 0)
     (body,) = bodies(mom)
     assert json.loads(body) == {"line": {"article": "tea", "pieces_left": 0, "cents": "0"}}
+
+
+@pytest.mark.slow
+def test_an_index_that_clients_count_differently_is_refused(
+    mom: Dsn, running_kafka: KafkaServer, topic: str, registry: SchemaRegistry
+) -> None:
+    prepare(mom)
+    file = FileDescriptorProto.FromString(base64.b64decode(proto(("Order", []))))
+    order = file.message_type[0]
+    order.nested_type.add(name="TagsEntry").options.map_entry = True
+    entry = order.nested_type[0]
+    entry.field.add(name="key", number=1, label=1, type=TEXT)
+    entry.field.add(name="value", number=2, label=1, type=TEXT)
+    kind = FieldDescriptorProto.TYPE_MESSAGE
+    order.field.add(name="tags", number=1, label=3, type=kind, type_name=".shop.Order.TagsEntry")
+    order.nested_type.add(name="Item").field.add(name="article", number=1, label=1, type=TEXT)
+    number = registry.register(
+        "order", protobuf_schema(base64.b64encode(file.SerializeToString()).decode())
+    )
+    make(running_kafka, f"{topic}.billing", 1)
+    producer = Producer(running_kafka.client())
+    for index in (b"\0", b"\2"):  # for some clients Item is the first one, for others the second
+        prefix = b"\0" + number.to_bytes(4) + b"\4\0" + index
+        producer.produce(f"{topic}.billing", prefix + b"\n\x03tea")
+    producer.flush(30)
+    turn = read(source(running_kafka, topic, registry), mom)
+    assert (turn.messages, turn.dead) == (0, 2)
+
+
+@pytest.mark.slow
+def test_an_any_with_a_message_of_the_file_is_read_back(
+    app: Dsn, mom: Dsn, running_kafka: KafkaServer, registry: SchemaRegistry, topic: str
+) -> None:
+    file = FileDescriptorProto.FromString(base64.b64decode(proto(("Order", []), LINE)))
+    file.dependency.extend(["google/protobuf/any.proto", "confluent/meta.proto"])
+    kind = FieldDescriptorProto.TYPE_MESSAGE
+    file.message_type[0].field.add(
+        name="what", number=1, label=1, type=kind, type_name=".google.protobuf.Any"
+    )
+    text = base64.b64encode(file.SerializeToString()).decode()
+    # some registries name files of Protobuf's own as references
+    registry.register("any", protobuf_schema(proto(LINE, name="google/protobuf/any.proto")))
+    reference = {"name": "google/protobuf/any.proto", "subject": "any", "version": 1}
+    schema: dict[str, Any] = {**protobuf_schema(text), "references": [reference]}
+    line = {"article": "tea", "pieces_left": 0, "cents": "0"}
+    body = {"what": {"@type": "type.googleapis.com/shop.Line", **line}}
+    assert there_and_back(
+        app, mom, running_kafka, registry, topic, form="protobuf", schema=schema, body=body
+    )
 
 
 @pytest.mark.slow

@@ -76,11 +76,22 @@ TYPES = {"avro": "AVRO", "protobuf": "PROTOBUF", "json-schema": "JSON"}
 """Type of a schema, by the registry's name."""
 WRITTEN = {"PROTOBUF": "serialized"}
 """How to ask for a schema of a type: the registry parses Protobuf's language."""
-WELL_KNOWN = (
-    *("any", "source_context", "type", "api", "descriptor", "duration", "empty", "field_mask"),
-    *("struct", "timestamp", "wrappers"),
-)
-"""Files of Protobuf's own, which a schema may import without a reference."""
+CONFLUENT = "confluent_kafka.schema_registry."
+WELL_KNOWN = {
+    **{f"google/protobuf/{name}.proto": f"google.protobuf.{name}_pb2" for name in (
+        *("any", "source_context", "type", "api", "descriptor", "duration", "empty"),
+        *("field_mask", "struct", "timestamp", "wrappers"),
+    )},
+    **{f"google/type/{name}.proto": f"google.type.{name}_pb2" for name in (
+        *("calendar_period", "color", "date", "datetime", "dayofweek", "decimal", "expr"),
+        *("fraction", "interval", "latlng", "localized_text", "money", "month", "phone_number"),
+        *("postal_address", "quaternion", "timeofday"),
+    )},
+    **{f"{name}.proto": f"{CONFLUENT}{name.replace('/', '.')}_pb2" for name in (
+        *("confluent/meta", "confluent/type/decimal", "confluent/types/decimal"),
+    )},
+}  # fmt: skip
+"""Files that a schema may import without a reference, and the modules that have them."""
 FAILED_FIELD = re.compile(r"Failed to parse (\w+) field")
 NO_FIELD = re.compile(r'has no field named "([^"]*)"')
 UNAUTHORIZED, FORBIDDEN, NOT_FOUND = 401, 403, 404
@@ -332,7 +343,8 @@ def protobuf(prefix: bytes, text: str, references: Mapping[str, str], message_ty
         references: other files that it imports, by name.
         message_type: the name of the message; without one of that name, the first is used.
     """
-    messages = protobuf_file(text, references).message_types_by_name
+    file = protobuf_file(text, references)
+    messages = file.message_types_by_name
     if not messages:
         raise ValueError("it has no message")
     names = list(messages)
@@ -345,7 +357,7 @@ def protobuf(prefix: bytes, text: str, references: Mapping[str, str], message_ty
         if not isinstance(value, dict):
             raise Unfit("is not a JSON object")
         try:
-            json_format.ParseDict(value, message)
+            json_format.ParseDict(value, message, descriptor_pool=file.pool)
             written: bytes = message.SerializeToString()
         except json_format.ParseError as error:
             raise _protobuf_fault(str(error)) from None
@@ -359,11 +371,11 @@ def protobuf(prefix: bytes, text: str, references: Mapping[str, str], message_ty
 def protobuf_file(text: str, references: Mapping[str, str]) -> Any:
     """Return the descriptor of a file; ``text`` and ``references`` as in `protobuf`."""
     pool = DescriptorPool()
-    for name in WELL_KNOWN:
-        module = import_module(f"google.protobuf.{name}_pb2")
-        pool.AddSerializedFile(module.DESCRIPTOR.serialized_pb)
+    for module in WELL_KNOWN.values():
+        pool.AddSerializedFile(import_module(module).DESCRIPTOR.serialized_pb)
     for name, other in references.items():
-        _add(pool, name, other)
+        if name not in WELL_KNOWN:
+            _add(pool, name, other)
     return _add(pool, "saf-body.proto", text)
 
 

@@ -10,15 +10,15 @@ that is not set has its default, so that each message has all of them.
 
 A body that cannot be decoded is a dead letter, and the error says why: it has no such prefix, its
 schema is unknown, or it does not match the schema. A field that the schema lacks is a mismatch,
-too, because it would be lost. A registry that does not answer is `Unavailable`, and the topic
-waits.
+too, because it would be lost (inside of a google.protobuf.Any, it is lost). A registry that does
+not answer is `Unavailable`, and the topic waits.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -30,7 +30,6 @@ from uuid import UUID
 import fastavro
 from confluent_kafka.schema_registry import SchemaRegistryError
 from google.protobuf import json_format, message_factory
-from google.protobuf.message import Message
 
 from saf.destinations.kafka.encoding import NOT_FOUND, WRITTEN, Encoding, protobuf_file
 
@@ -117,15 +116,6 @@ def json_schema(text: str, references: Mapping[str, str]) -> Decode:  # noqa: AR
     return decode
 
 
-as_json: Callable[[Message], str] = partial(
-    json_format.MessageToJson,
-    preserving_proto_field_name=True,
-    always_print_fields_with_no_presence=True,
-    indent=None,
-    ensure_ascii=False,
-)
-
-
 def protobuf(text: str, references: Mapping[str, str]) -> Decode:
     """Return a decoder of the messages of a Protobuf file.
 
@@ -134,24 +124,46 @@ def protobuf(text: str, references: Mapping[str, str]) -> Decode:
         references: other files that it imports, by name.
     """
     file = protobuf_file(text, references)
-    messages = [*file.message_types_by_name.values()]
     models: dict[tuple[int, ...], Any] = {}
+    as_json = partial(
+        json_format.MessageToJson,
+        preserving_proto_field_name=True,
+        always_print_fields_with_no_presence=True,
+        indent=None,
+        ensure_ascii=False,
+        descriptor_pool=file.pool,
+    )
 
     def decode(body: bytes) -> bytes:
         indexes, size = _indexes(body)
         if indexes not in models:
-            found = messages[indexes[0]]
-            for index in indexes[1:]:
-                found = found.nested_types[index]
-            models[indexes] = message_factory.GetMessageClass(found)
+            models[indexes] = message_factory.GetMessageClass(_found(file, indexes))
         message = models[indexes].FromString(body[size:])
         whole = message.ByteSize()
         message.DiscardUnknownFields()
         if message.ByteSize() != whole:
             raise ValueError("a field is not in the schema")
-        return as_json(message).encode()
+        written: str = as_json(message)
+        return written.encode()
 
     return decode
+
+
+def _found(file: Any, indexes: Sequence[int]) -> Any:
+    """Return the descriptor of a message.
+
+    Raises:
+        IndexError: there is none.
+        ValueError: it may be another one: some clients count the entries of maps, too.
+    """
+    first, *others = indexes
+    found = [*file.message_types_by_name.values()][first]
+    for index in others:
+        before = found.nested_types[: index + 1]
+        if any(one.GetOptions().map_entry for one in before):
+            raise ValueError("the entries of a map come before the message")
+        found = found.nested_types[index]
+    return found
 
 
 def _indexes(body: bytes) -> tuple[tuple[int, ...], int]:

@@ -201,8 +201,11 @@ class Topic:
                 if (error := message.error()) is None:
                     continue
                 if error.code() == KafkaError._PARTITION_EOF:
+                    end = 0, int(message.offset() or 0)
+                    if page and page[-1].position > end:
+                        continue  # there were more by now
                     self._ended.add(shard)
-                    yield [], (0, int(message.offset() or 0))
+                    yield [], end
                     left = 0
                 elif error.code() in OUT_OF_RANGE:
                     return  # the next look at the partition's extent tells why
@@ -281,5 +284,8 @@ def _record(message: Any) -> Record:
 
 @lru_cache(maxsize=1)
 def _moment(milliseconds: int) -> datetime | None:
-    """Return a time; many records in a row have the same."""
-    return datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds > 0 else None
+    """Return a time, or None if it is unknown or far off; many records in a row have the same."""
+    try:
+        return datetime.fromtimestamp(milliseconds / 1000, UTC) if milliseconds > 0 else None
+    except (ValueError, OverflowError, OSError):
+        return None  # some writers give microseconds

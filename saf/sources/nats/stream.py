@@ -51,9 +51,11 @@ VERSION = b"NATS/1.0\r\n"
 VALUE = rb": ([^ \r](?:[^\r]*[^ \r])?)\r\n"
 """Rest of a line whose value has no spaces around it."""
 COMMAND = rb":[^\r]*\r\n"
+MOST_LINES = 50
+"""Most headers of a pattern: to compile a long one takes long."""
 FURTHER = rb"(?:Nats-(?:Num-Pending|Last-Sequence): \d+\r\n)*\r\n"
 """Rest of the headers of a message in a batch."""
-LAST_ADDED, FIRST_ADDED = re.compile(rb"\r\n" + ADDED), b"\r\nNats-Stream: "
+LAST_ADDED, FIRST_ADDED = re.compile(ADDED), b"Nats-Stream: "
 COMMANDS, MESSAGE_ID = b"Nats-", b"Nats-Msg-Id"
 """Prefix of headers that are commands to the server, and the only one that says something."""
 SUBJECT = "Nats-Subject"
@@ -97,19 +99,23 @@ class Stream(Linked[Api]):
     ) -> Records:
         """Return messages after a position."""
         records: list[Record] = []
-        at, more = after[1], True
+        at = after[1]
         with self._connected() as api:
             before = self._extent(api)
             if not before.exists:
                 return Records(extent=before)
-            self._ask(api, at, limit, size)
-            while more and limit > 0 and size > 0:
+            left, room, asks = limit, size, True
+            self._ask(api, at, left, room)
+            while asks:
                 at, more, found = self._answer(api, at)
-                limit -= len(found)
-                size -= sum(len(body) for _, body in found)
-                if more and limit > 0 and size > 0:
-                    self._ask(api, at, limit, size)  # the server works while these are decoded
+                left -= len(found)
+                room -= sum(len(body) for _, body in found)
+                if asks := more and left > 0 and room > 0:
+                    self._ask(api, at, left, room)  # the server works while these are decoded
                 records += [one for raw in found if (one := self._record(raw)) is not None]
+                if more and not asks and not records:  # nothing but marks
+                    left, room, asks = limit, size, True
+                    self._ask(api, at, left, room)
             if not more and at < before.last[1] and not self._has_after(api, at):
                 at = before.last[1]
             extent = self._extent(api)  # last, so that it shows removals during the read
@@ -191,13 +197,15 @@ class Stream(Linked[Api]):
 class Headers:
     """Reads the headers of messages.
 
-    Those of one writer have the same names, so a pattern of the last ones is tried first. That
-    takes a third of the time.
+    Those of one writer have the same names. So once two messages were alike, their pattern is
+    tried first, which takes a third of the time.
     """
 
     def __init__(self) -> None:
         self._names: Sequence[str] = ()
         self._alike = re.compile(rb"(?!)")
+        self._last = b""
+        """Pattern of the last message that was read without one."""
 
     def read(self, head: bytes) -> tuple[dict[str, bytes], bytes, bytes, bytes]:
         """Return a message's headers, its subject, its sequence, and when it was added."""
@@ -209,7 +217,9 @@ class Headers:
         headers: dict[str, bytes] = {}
         alike = re.escape(VERSION)
         repeated = False
-        for line in head[: added.start()].split(b"\r\n")[1:]:
+        own = head[: added.start()]
+        lines = own.removesuffix(b"\r\n").split(b"\r\n")[1:]
+        for line in lines:
             name, _, value = line.partition(b":")
             if name.startswith(COMMANDS) and name != MESSAGE_ID:
                 alike += re.escape(name) + COMMAND
@@ -218,9 +228,11 @@ class Headers:
             repeated = repeated or called in headers
             headers[called] = value.strip(b" ")
             alike += re.escape(name) + VALUE
-        if not repeated:
+        usual = own.startswith(VERSION) and own.endswith(b"\r\n") and len(lines) <= MOST_LINES
+        if usual and not repeated and alike == self._last:
             self._names = [*headers]
             self._alike = re.compile(alike + ADDED + FURTHER)
+        self._last = alike
         return headers, subject, sequence, moment
 
 
