@@ -45,7 +45,7 @@ static: $(VENV)/.installed ## format, lint and types, without a test
 	$(PY) -m mypy
 
 check: WORKERS := 3
-check: static ## the gate, 20 to 35 minutes on two cores: format, lint, types and every promise; warnings are errors
+check: static ## the gate, some 35 minutes on two cores: format, lint, types and every promise; warnings are errors
 	SAF_TESTS=check $(PYTEST) --durations 25
 
 full: $(VENV)/.installed ## everything, before a release, recorded in tests/full.md; some suites: make full SUITES="model crash"; after a fix: make full FAILED=1
