@@ -8,51 +8,36 @@ again: that takes up to a third of the time to read a queue.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 from threading import Lock
 
 MANY = 100_000
 """Objects that the collector is to wait for: more than a chunk usually has."""
 
 
-class _Patience:
+class _Patience(ContextDecorator):
     """The blocks of all threads, because the collector is the process's."""
 
     def __init__(self) -> None:
-        self.turn = Lock()
-        self.blocks = 0
-        self.before = gc.get_threshold()
+        self._turn = Lock()
+        self._blocks = 0
+        self._before = gc.get_threshold()
 
-    def begin(self) -> None:
-        with self.turn:
-            if not self.blocks:
-                self.before = gc.get_threshold()
-                first, *others = self.before
+    def __enter__(self) -> None:
+        with self._turn:
+            if not self._blocks:
+                self._before = gc.get_threshold()
+                first, *others = self._before
                 if 0 < first < MANY:  # 0: the application has disabled it
                     gc.set_threshold(MANY, *others)
-            self.blocks += 1
+            self._blocks += 1
 
-    def end(self) -> None:
-        with self.turn:
-            self.blocks -= 1
-            if not self.blocks:
-                gc.set_threshold(*self.before)
-
-
-_patience = _Patience()
+    def __exit__(self, *_: object) -> None:
+        with self._turn:
+            self._blocks -= 1
+            if not self._blocks:
+                gc.set_threshold(*self._before)
 
 
-@contextmanager
-def rarely_collected() -> Iterator[None]:
-    """Let the garbage collector wait for `MANY` objects in a block.
-
-    >>> with rarely_collected():
-    ...     gc.get_threshold()[0]
-    100000
-    """
-    _patience.begin()
-    try:
-        yield
-    finally:
-        _patience.end()
+rarely_collected = _Patience()
+"""Block, or function, in which the garbage collector waits for `MANY` objects."""

@@ -299,7 +299,7 @@ class Reader:
     def _start(self, share: Share) -> Future[Read]:
         return self._ahead.submit(lambda: self._next(share))
 
-    @rarely_collected()
+    @rarely_collected
     def _next(self, share: Share) -> Read:
         """Read and decode the next chunk of a partition."""
         assert self._source and self._decoder  # noqa: S101, PT018 - set by _tend()

@@ -135,13 +135,16 @@ class SourceSite(QueueSite):
         """Add what is stored otherwise than the topics have it, and what readers have refused."""
         with psycopg.connect(self.mom.dsn("mom").conninfo) as connection:
             stored = Counter(connection.execute(STORED).fetchall())
-        had = Counter(
+        compare(self.expected(stored), stored, verdict)
+        verdict.refused_wrongly += self.refused.read_text().splitlines()
+
+    def expected(self, stored: Counter[Any]) -> Counter[Any]:  # noqa: ARG002 - for queues
+        """What is to be stored: as much as the topics have."""
+        return Counter(
             (service, fields["body"])
             for service in QUALITIES
             for fields in self.queue.entries(service)
         )
-        compare(had, stored, verdict)
-        verdict.refused_wrongly += self.refused.read_text().splitlines()
 
 
 def compare(had: Counter[Any], stored: Counter[Any], verdict: Verdict) -> None:
@@ -226,12 +229,9 @@ class RabbitmqSources(SourceSite, RabbitmqSite):
             return waiting
         return len(check(self.app.conninfo, [self.mom.dsn("mom").conninfo], self.qualities).lost)
 
-    def look(self, verdict: Verdict) -> None:
-        """Add what is stored twice, and what readers have refused."""
-        with psycopg.connect(self.mom.dsn("mom").conninfo) as connection:
-            stored = Counter(connection.execute(STORED).fetchall())
-        compare(Counter({*stored}), stored, verdict)
-        verdict.refused_wrongly += self.refused.read_text().splitlines()
+    def expected(self, stored: Counter[Any]) -> Counter[Any]:
+        """Each stored message once; `left` has compared them with the application's."""
+        return Counter({*stored})
 
 
 SOURCES: Mapping[str, type[SourceSite]] = {

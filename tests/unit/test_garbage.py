@@ -23,12 +23,12 @@ def test_blocks_of_two_threads_share_it() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with rarely_collected():
+        with rarely_collected:
             entered.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
-    with rarely_collected():
+    with rarely_collected:
         thread.start()
         assert entered.wait(10)
         assert gc.get_threshold() == (MANY, 11, 12)
@@ -39,7 +39,7 @@ def test_blocks_of_two_threads_share_it() -> None:
 
 
 def test_it_ends_with_an_error() -> None:
-    with pytest.raises(ValueError, match="bad"), rarely_collected():
+    with pytest.raises(ValueError, match="bad"), rarely_collected:
         raise ValueError("bad")
     assert gc.get_threshold() == (700, 11, 12)
 
@@ -47,7 +47,7 @@ def test_it_ends_with_an_error() -> None:
 @pytest.mark.parametrize("threshold", [0, 10 * MANY])
 def test_an_application_that_has_set_it_higher_or_disabled_it_keeps_that(threshold: int) -> None:
     gc.set_threshold(threshold, 11, 12)
-    with rarely_collected():
+    with rarely_collected:
         assert gc.get_threshold() == (threshold, 11, 12)
     assert gc.get_threshold() == (threshold, 11, 12)
 
@@ -56,7 +56,7 @@ def test_garbage_in_a_block_is_collected_in_the_end() -> None:
     collected: list[int] = []
     gc.callbacks.append(lambda phase, _: collected.append(1) if phase == "stop" else None)
     try:
-        with rarely_collected():
+        with rarely_collected:
             kept = [[number] for number in range(MANY // 2)]
             assert not collected
             kept += [[number] for number in range(MANY)]

@@ -25,7 +25,7 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorP
 from google.protobuf.descriptor_pool import DescriptorPool
 
 from saf.database.bounds import Bounds
-from saf.destinations.kafka import Kafka
+from saf.destinations.kafka import Kafka, encoding
 from saf.destinations.kafka.encoding import Encoding
 from saf.destinations.mapping import Mapped, mapped
 from saf.errors import Refused, Rejected, Unavailable
@@ -297,6 +297,20 @@ def test_a_protobuf_file_may_import_another_subject(registry: SchemaRegistry) ->
     )
     (written,) = encoded(settings(registry, "protobuf"), {"line": PLACED["line"]})
     assert written.endswith(b"\n\x03tea\x10\x02")
+
+
+def test_an_older_client_that_lacks_a_well_known_file_encodes_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        encoding, "WELL_KNOWN", ["confluent_kafka.is_older_pb2", "google.protobuf.timestamp_pb2"]
+    )
+    encoding.well_known.cache_clear()
+    try:
+        assert [*encoding.well_known()] == ["google/protobuf/timestamp.proto"]
+        assert encoding.protobuf_file(proto(*MESSAGES), {}).message_types_by_name
+    finally:
+        encoding.well_known.cache_clear()
 
 
 # JSON Schema

@@ -63,19 +63,19 @@ def test_headers_that_do_not_end_are_read_and_forge_nothing(own: bytes) -> None:
 
 def test_a_message_with_many_headers_or_others_than_before_makes_no_pattern() -> None:
     headers = Headers()
-    none = headers._alike
+    before = headers._alike
     headers.read(head_of([(b"a", b": ", b"1")], 1, b""))
     headers.read(head_of([(b"b", b": ", b"1")], 2, b""))
-    assert headers._alike is none
+    assert headers._alike is before
     for _ in range(3):
         headers.read(head_of([(b"h%d" % n, b": ", b"1") for n in range(51)], 3, b""))
-    assert headers._alike is none
+    assert headers._alike is before
     for _ in range(3):
         headers.read(head_of([(b"a", b": ", b"1")], 1, b""))
     assert headers._alike.fullmatch(head_of([(b"a", b": ", b"2")], 1, b""))
 
 
-def test_commands_to_the_server_are_no_headers_of_further_messages() -> None:
+def test_commands_to_the_server_are_not_headers_of_further_messages() -> None:
     lines = [(b"a", b": ", b"1"), (b"Nats-TTL", b": ", b"never"), (b"Nats-Msg-Id", b": ", b"7")]
     headers = Headers()
     for _ in range(3):

@@ -29,11 +29,11 @@ import binascii
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import date, datetime, time
 from decimal import Decimal, InvalidOperation
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from io import BytesIO
 from string import Formatter
@@ -76,22 +76,21 @@ TYPES = {"avro": "AVRO", "protobuf": "PROTOBUF", "json-schema": "JSON"}
 """Type of a schema, by the registry's name."""
 WRITTEN = {"PROTOBUF": "serialized"}
 """How to ask for a schema of a type: the registry parses Protobuf's language."""
-CONFLUENT = "confluent_kafka.schema_registry."
-WELL_KNOWN = {
-    **{f"google/protobuf/{name}.proto": f"google.protobuf.{name}_pb2" for name in (
+WELL_KNOWN = (
+    *(f"google.protobuf.{name}_pb2" for name in (
         *("any", "source_context", "type", "api", "descriptor", "duration", "empty"),
         *("field_mask", "struct", "timestamp", "wrappers"),
-    )},
-    **{f"google/type/{name}.proto": f"google.type.{name}_pb2" for name in (
+    )),
+    *(f"google.type.{name}_pb2" for name in (
         *("calendar_period", "color", "date", "datetime", "dayofweek", "decimal", "expr"),
         *("fraction", "interval", "latlng", "localized_text", "money", "month", "phone_number"),
         *("postal_address", "quaternion", "timeofday"),
-    )},
-    **{f"{name}.proto": f"{CONFLUENT}{name.replace('/', '.')}_pb2" for name in (
-        *("confluent/meta", "confluent/type/decimal", "confluent/types/decimal"),
-    )},
-}  # fmt: skip
-"""Files that a schema may import without a reference, and the modules that have them."""
+    )),
+    *(f"confluent_kafka.schema_registry.confluent.{name}_pb2" for name in (
+        *("meta", "type.decimal", "types.decimal"),
+    )),
+)  # fmt: skip
+"""Modules of files that a schema may import without a reference."""
 FAILED_FIELD = re.compile(r"Failed to parse (\w+) field")
 NO_FIELD = re.compile(r'has no field named "([^"]*)"')
 UNAUTHORIZED, FORBIDDEN, NOT_FOUND = 401, 403, 404
@@ -371,12 +370,24 @@ def protobuf(prefix: bytes, text: str, references: Mapping[str, str], message_ty
 def protobuf_file(text: str, references: Mapping[str, str]) -> Any:
     """Return the descriptor of a file; ``text`` and ``references`` as in `protobuf`."""
     pool = DescriptorPool()
-    for module in WELL_KNOWN.values():
-        pool.AddSerializedFile(import_module(module).DESCRIPTOR.serialized_pb)
+    known = well_known()
+    for data in known.values():
+        pool.AddSerializedFile(data)
     for name, other in references.items():
-        if name not in WELL_KNOWN:
+        if name not in known:
             _add(pool, name, other)
     return _add(pool, "saf-body.proto", text)
+
+
+@cache
+def well_known() -> Mapping[str, bytes]:
+    """Return the files of `WELL_KNOWN` by name; older releases of the packages lack some."""
+    found: dict[str, bytes] = {}
+    for module in WELL_KNOWN:
+        with suppress(ImportError):
+            file = import_module(module).DESCRIPTOR
+            found[file.name] = file.serialized_pb
+    return found
 
 
 def _add(pool: DescriptorPool, name: str, text: str) -> Any:

@@ -234,11 +234,11 @@ class Connection:
         begin, at, waits = b"HMSG " + self._subject + b" ", 0, False
         while received.startswith(begin, at):
             line = received.find(b"\r\n", at)
-            sizes = received[at:line].split()[-2:] if line >= 0 else ()
+            if waits := line < 0:
+                break
             head = line + 2
-            body, end = (head + int(size) for size in sizes) if sizes else (0, len(received))
-            if len(received) < end + 2:
-                waits = True
+            body, end = (head + int(size) for size in received[at:line].split()[-2:])
+            if waits := len(received) < end + 2:
                 break
             if not self._take(self._subject, bytes(received[head:body]), bytes(received[body:end])):
                 break

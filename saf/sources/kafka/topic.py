@@ -197,11 +197,10 @@ class Topic:
                 size -= sum(len(record.body) for record in page)
                 self._ended.discard(shard)
                 yield page, page[-1].position
-            for message in found if len(page) < len(found) else ():
-                if (error := message.error()) is None:
-                    continue
+            events = [(error, one) for one in found if (error := one.error()) is not None]
+            for error, event in events:
                 if error.code() == KafkaError._PARTITION_EOF:
-                    end = 0, int(message.offset() or 0)
+                    end = 0, int(event.offset() or 0)
                     if page and page[-1].position > end:
                         continue  # there were more by now
                     self._ended.add(shard)
