@@ -119,8 +119,22 @@ def schema_registry(login: str = "") -> Iterator[SchemaRegistry]:
         server.server_close()
 
 
-def proto(*messages: tuple[str, list[tuple[str, Any]]], name: str = "order.proto") -> str:
-    """A file of Protobuf messages with fields, as a registry hands it out.
+Message = tuple[str, list[tuple[str, Any]]]
+"""The name of a Protobuf message, and its fields."""
+
+
+def proto(*messages: Message, name: str = "order.proto") -> str:
+    """A file of Protobuf messages, as a registry hands it out; see `proto_file`."""
+    return serialized(proto_file(*messages, name=name))
+
+
+def serialized(file: FileDescriptorProto) -> str:
+    """A file as a registry hands it out."""
+    return base64.b64encode(file.SerializeToString()).decode()
+
+
+def proto_file(*messages: Message, name: str = "order.proto") -> FileDescriptorProto:
+    """A file of Protobuf messages with fields.
 
     A field's kind is a number of `FieldDescriptorProto`, or the name of a message.
     """
@@ -135,4 +149,4 @@ def proto(*messages: tuple[str, list[tuple[str, Any]]], name: str = "order.proto
                     file.dependency.append("google/protobuf/timestamp.proto")
             else:
                 one.type = kind
-    return base64.b64encode(file.SerializeToString()).decode()
+    return file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +9,7 @@ from uuid import uuid4
 
 import pytest
 from confluent_kafka import Producer
-from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto
 from pydantic import ValidationError
 
 from saf.database import Dsn, fetch
@@ -20,7 +19,7 @@ from saf.sources.kafka import Kafka
 from tests.kafka_server import BOUNDS, KafkaServer, make
 from tests.pipeline import bodies, connect, forward
 from tests.receivers import prepare
-from tests.schema_registry import SchemaRegistry, proto, schema_registry
+from tests.schema_registry import SchemaRegistry, proto, proto_file, schema_registry, serialized
 from tests.topics import arrived, dead, read
 
 AVRO = {
@@ -93,6 +92,15 @@ def source(server: KafkaServer, topic: str, registry: SchemaRegistry) -> Kafka:
     return settings.bounded(BOUNDS)
 
 
+def add(server: KafkaServer, topic: str, *bodies: bytes) -> None:
+    """Add records to a topic of one partition, which is made."""
+    make(server, topic, 1)
+    producer = Producer(server.client())
+    for body in bodies:
+        producer.produce(topic, body)
+    producer.flush(30)
+
+
 SEND = """
 INSERT INTO saf.outbox (to_service, key, message_type, headers, body)
 VALUES (
@@ -155,8 +163,6 @@ def test_a_body_that_cannot_be_decoded_is_a_dead_letter_that_says_why(
     registry.register("z", protobuf_schema(LESS))
     registry.register("broken", protobuf_schema("AAAA"))
     registry.register("odd", {"schema": "", "schemaType": "XML"})
-    make(running_kafka, f"{topic}.billing", 1)
-    producer = Producer(running_kafka.client())
     good = b"\0\0\0\0\x01" + b'{"order": 1}'
     bad = {
         b"plain": "does not begin with the id of a schema",
@@ -171,9 +177,7 @@ def test_a_body_that_cannot_be_decoded_is_a_dead_letter_that_says_why(
         b"\0\0\0\0\x04\0": "schema 4 cannot be read",
         b"\0\0\0\0\x05x": "schema 5 is XML: only AVRO, JSON, PROTOBUF can be read",
     }
-    for body in (good, *bad, good, b""):
-        producer.produce(f"{topic}.billing", body)
-    producer.flush(30)
+    add(running_kafka, f"{topic}.billing", good, *bad, good, b"")
     turn = read(source(running_kafka, topic, registry), mom)
     assert (turn.messages, turn.dead) == (3, len(bad))
     assert bodies(mom) == ['{"order": 1}', '{"order": 1}', ""]
@@ -192,19 +196,16 @@ def test_a_message_within_another_of_an_imported_file_is_read(
 ) -> None:
     prepare(mom)
     registry.register("line", protobuf_schema(proto(LINE, name="line.proto")))
-    file = FileDescriptorProto.FromString(base64.b64decode(proto(("Order", []))))
+    file = proto_file(("Order", []))
     file.dependency.append("line.proto")
     inner = file.message_type[0].nested_type.add(name="Item")
     kind = FieldDescriptorProto.TYPE_MESSAGE
     inner.field.add(name="line", number=1, label=1, type=kind, type_name=".shop.Line")
-    schema = protobuf_schema(base64.b64encode(file.SerializeToString()).decode())
+    schema = protobuf_schema(serialized(file))
     reference = {"name": "line.proto", "subject": "line", "version": 1}
     number = registry.register("order", {**schema, "references": [reference]})
-    make(running_kafka, f"{topic}.billing", 1)
-    producer = Producer(running_kafka.client())
     prefix = b"\0" + number.to_bytes(4) + b"\x04\0\0"
-    producer.produce(f"{topic}.billing", prefix + b"\n\x05\n\x03tea")
-    producer.flush(30)
+    add(running_kafka, f"{topic}.billing", prefix + b"\n\x05\n\x03tea")
     turn = read(source(running_kafka, topic, registry), mom)
     assert (turn.messages, turn.dead) == (1, 0)
     (body,) = bodies(mom)
@@ -216,7 +217,7 @@ def test_an_index_that_clients_count_differently_is_refused(
     mom: Dsn, running_kafka: KafkaServer, topic: str, registry: SchemaRegistry
 ) -> None:
     prepare(mom)
-    file = FileDescriptorProto.FromString(base64.b64decode(proto(("Order", []))))
+    file = proto_file(("Order", []))
     order = file.message_type[0]
     order.nested_type.add(name="TagsEntry").options.map_entry = True
     entry = order.nested_type[0]
@@ -225,15 +226,10 @@ def test_an_index_that_clients_count_differently_is_refused(
     kind = FieldDescriptorProto.TYPE_MESSAGE
     order.field.add(name="tags", number=1, label=3, type=kind, type_name=".shop.Order.TagsEntry")
     order.nested_type.add(name="Item").field.add(name="article", number=1, label=1, type=TEXT)
-    number = registry.register(
-        "order", protobuf_schema(base64.b64encode(file.SerializeToString()).decode())
-    )
-    make(running_kafka, f"{topic}.billing", 1)
-    producer = Producer(running_kafka.client())
-    for index in (b"\0", b"\2"):  # for some clients Item is the first one, for others the second
-        prefix = b"\0" + number.to_bytes(4) + b"\4\0" + index
-        producer.produce(f"{topic}.billing", prefix + b"\n\x03tea")
-    producer.flush(30)
+    number = registry.register("order", protobuf_schema(serialized(file)))
+    prefix, item = b"\0" + number.to_bytes(4) + b"\4\0", b"\n\x03tea"
+    # for some clients Item is the first one, for others the second
+    add(running_kafka, f"{topic}.billing", prefix + b"\0" + item, prefix + b"\2" + item)
     turn = read(source(running_kafka, topic, registry), mom)
     assert (turn.messages, turn.dead) == (0, 2)
 
@@ -242,13 +238,13 @@ def test_an_index_that_clients_count_differently_is_refused(
 def test_an_any_with_a_message_of_the_file_is_read_back(
     app: Dsn, mom: Dsn, running_kafka: KafkaServer, registry: SchemaRegistry, topic: str
 ) -> None:
-    file = FileDescriptorProto.FromString(base64.b64decode(proto(("Order", []), LINE)))
+    file = proto_file(("Order", []), LINE)
     file.dependency.extend(["google/protobuf/any.proto", "confluent/meta.proto"])
     kind = FieldDescriptorProto.TYPE_MESSAGE
     file.message_type[0].field.add(
         name="what", number=1, label=1, type=kind, type_name=".google.protobuf.Any"
     )
-    text = base64.b64encode(file.SerializeToString()).decode()
+    text = serialized(file)
     # some registries name files of Protobuf's own as references
     registry.register("any", protobuf_schema(proto(LINE, name="google/protobuf/any.proto")))
     reference = {"name": "google/protobuf/any.proto", "subject": "any", "version": 1}
@@ -268,10 +264,7 @@ def test_a_registry_that_does_not_answer_loses_nothing(
     with schema_registry() as registry:
         settings = source(running_kafka, topic, registry)
         registry.register("x", {"schema": json.dumps(OBJECT), "schemaType": "JSON"})
-    make(running_kafka, settings.topic, 1)
-    producer = Producer(running_kafka.client())
-    producer.produce(settings.topic, b"\0\0\0\0\x01" + b'{"order": 1}')
-    producer.flush(30)
+    add(running_kafka, settings.topic, b"\0\0\0\0\x01" + b'{"order": 1}')
     with pytest.raises(Unavailable, match="schema registry"):
         read(settings, mom)
     assert bodies(mom) == []

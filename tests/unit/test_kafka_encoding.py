@@ -21,7 +21,7 @@ from confluent_kafka.schema_registry.json_schema import JSONDeserializer
 from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer
 from confluent_kafka.serialization import MessageField, SerializationContext
 from google.protobuf import message_factory, timestamp_pb2
-from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorProto
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 
 from saf.database.bounds import Bounds
@@ -30,7 +30,7 @@ from saf.destinations.kafka.encoding import Encoding
 from saf.destinations.mapping import Mapped, mapped
 from saf.errors import Refused, Rejected, Unavailable
 from saf.testing.forwarder import Forwarder
-from tests.schema_registry import SchemaRegistry, proto, schema_registry
+from tests.schema_registry import SchemaRegistry, proto, proto_file, schema_registry, serialized
 from tests.waits import until
 
 LOGIN = "saf:hunter2-canary"
@@ -285,12 +285,12 @@ def test_what_does_not_fit_a_protobuf_message_is_rejected_by_its_field(
 def test_a_protobuf_file_may_import_another_subject(registry: SchemaRegistry) -> None:
     line = proto(MESSAGES[0], name="line.proto")
     registry.register("line", {"schema": line, "schemaType": "PROTOBUF"})
-    file = FileDescriptorProto.FromString(base64.b64decode(proto(("O", [("line", ".shop.Line")]))))
+    file = proto_file(("O", [("line", ".shop.Line")]))
     file.dependency.append("line.proto")
     registry.register(
         "billing-value",
         {
-            "schema": base64.b64encode(file.SerializeToString()).decode(),
+            "schema": serialized(file),
             "schemaType": "PROTOBUF",
             "references": [{"name": "line.proto", "subject": "line", "version": 1}],
         },
