@@ -246,9 +246,10 @@ class TestRabbitmq(SourceSuite):
         with closing(queue_source(server).open("t")) as source:
             source.connect()
             first = source.read(0, BEGINNING, 10_000, 30_000).records
+            consumer: Any = source
+            until(lambda: source.extent(0).exists and len(consumer._link._messages) > 3)
             second = source.read(0, first[-1].position, 10_000, 30_000).records
             assert (len(first), len(second)) == (3, 3)
-            consumer: Any = source
             unacknowledged = 6 + len(consumer._link._messages)
             assert unacknowledged <= 2 * FIRST_READ + 6
 
